@@ -1,0 +1,93 @@
+# Cloche's targets. `make help` says what each one does.
+# Variables: V=1 shows every test that passes, RUN=regexp narrows the suites.
+
+SHELL       := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DEFAULT_GOAL := help
+MAKEFLAGS   += --no-builtin-rules --no-print-directory
+
+export GOTOOLCHAIN := local
+export CGO_ENABLED ?= 0
+
+VERSION  := $(shell git describe --tags --always --dirty 2>/dev/null || echo dev)
+TOOLS    := dist/tools
+EMBEDDED := internal/node/artifact/embedded
+# What is embedded is addressed by its content, so it must not change with
+# Cloche's own revision: no paths, no VCS stamp, no version.
+REPRODUCIBLE := -trimpath -buildvcs=false
+GOTEST   := go test -json
+REPORT   := dist/testreport $(if $(V),-v)
+RUNFLAG  := $(if $(RUN),-run '$(RUN)')
+SUITES   := check unit drivertest e2e
+
+# The packages whose tests are the unit tests: all but those that make machines.
+UNIT := $$(go list ./... | grep -v -e '/test/' -e '/internal/node/driver/')
+
+.PHONY: help
+help: ## say what each target does
+	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9]+):.*## (.*)/\1\t\2/' | expand -t 12
+
+.PHONY: deps
+deps: ## install the Debian packages and the Python environment that the other targets need
+	@scripts/deps.sh all
+
+.PHONY: build
+build: $(EMBEDDED)/cloche-guest $(EMBEDDED)/cloche-gvisor ## build bin/cloche with the engine and the guest agent inside
+	go build $(REPRODUCIBLE) -ldflags "-s -w -X main.version=$(VERSION)" -o bin/cloche ./cmd/cloche
+
+# go build itself knows whether a binary is up to date.
+.PHONY: $(EMBEDDED)/cloche-guest $(EMBEDDED)/cloche-gvisor
+$(EMBEDDED)/cloche-guest:
+	@go build $(REPRODUCIBLE) -ldflags "-s -w" -o $@ ./cmd/cloche-guest
+$(EMBEDDED)/cloche-gvisor:
+	@go build $(REPRODUCIBLE) -ldflags "-s -w" -o $@ ./cmd/cloche-gvisor
+
+.PHONY: generate
+generate: tools ## regenerate the code of the guest protocol and of the HTTP API
+	@scripts/generate.sh
+
+.PHONY: tools
+tools:
+	@mkdir -p $(TOOLS)
+	@[ -x $(TOOLS)/golangci-lint ] || echo 'compiling the tools of tools/go.mod (two to three minutes the first time)'
+	cd tools && GOBIN='$(CURDIR)/$(TOOLS)' go install -trimpath -ldflags "-s -w" tool
+
+.PHONY: check
+check: tools build dist/testreport ## format, lint, generated code, known vulnerabilities, shell scripts
+	@$(REPORT) -v -suite check -out dist/test/check.json -- scripts/check.sh
+
+dist/testreport: $(wildcard internal/house/testreport/*.go)
+	@go build -o $@ ./internal/house/testreport
+
+.PHONY: unit
+unit: build dist/testreport ## unit tests, with the race detector
+	@CGO_ENABLED=1 $(REPORT) -suite unit -out dist/test/unit.json -- $(GOTEST) -race -timeout 20m $(RUNFLAG) $(UNIT)
+
+.PHONY: drivertest
+drivertest: build dist/testreport ## hold the gVisor driver to the named contract, and broken drivers to failing it
+	@$(REPORT) -v -suite drivertest -out dist/test/drivertest.json -- $(GOTEST) -count=1 -timeout 20m $(RUNFLAG) ./internal/node/driver/...
+
+.PHONY: e2e
+e2e: build dist/testreport ## drive the built binary as a user would, over HTTP and by CLI
+	@$(REPORT) -v -suite e2e -out dist/test/e2e.json -- $(GOTEST) -count=1 -timeout 30m $(RUNFLAG) ./test/e2e/...
+
+.PHONY: test
+test: ## everything that CI checks: check, unit, drivertest, e2e
+	@scripts/test.sh $(SUITES)
+
+.PHONY: demo
+demo: ## one sandbox's whole life, from nothing to nothing
+	@scripts/demo.sh
+
+.PHONY: bench
+bench: build ## the benchmarks, each beside its floor
+	@go test -count=1 -timeout 60m -v -run '^TestBench' ./test/bench/...
+
+.PHONY: fuzz
+fuzz: ## run every fuzz target for a while (FUZZTIME=30s each)
+	@scripts/fuzz.sh $${FUZZTIME:-30s}
+
+.PHONY: clean
+clean: ## remove what the targets made in this tree
+	rm -rf bin dist $(EMBEDDED)/cloche-guest $(EMBEDDED)/cloche-gvisor

@@ -1,0 +1,409 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"os"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"cloche.dev/cloche/api"
+	"cloche.dev/cloche/client"
+)
+
+func newCreate(a *app) *cobra.Command {
+	var cf createFlags
+	cmd := &cobra.Command{
+		Use:   "create [flags] TEMPLATE",
+		Short: "Create a sandbox and wait until it is ready",
+		Args:  exactly(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			req, err := cf.request(args[0])
+			if err != nil {
+				return err
+			}
+			c, err := a.client()
+			if err != nil {
+				return err
+			}
+			p := a.begin("creating a sandbox from " + args[0])
+			s, err := c.CreateAndWait(cmd.Context(), req, p.operation("creating"))
+			p.end()
+			if err != nil {
+				if s.Id != "" {
+					return fmt.Errorf("sandbox %s: %w", s.Id, err)
+				}
+				return err
+			}
+			if a.json {
+				return a.printJSON(s)
+			}
+			_, err = fmt.Fprintln(a.out, s.Id)
+			return err
+		},
+	}
+	cf.add(cmd)
+	return cmd
+}
+
+func newList(a *app) *cobra.Command {
+	var labels, states []string
+	var all, idsOnly bool
+	cmd := &cobra.Command{
+		Use: "ls [flags]", Aliases: []string{"list"}, Short: "List sandboxes, newest first", Args: noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			f := client.SandboxFilter{}
+			var err error
+			if f.Labels, err = pairs(labels, "--label", false); err != nil {
+				return err
+			}
+			for _, s := range states {
+				if !api.SandboxState(s).Valid() {
+					return usage("%q is no state of a sandbox", s)
+				}
+				f.States = append(f.States, api.SandboxState(s))
+			}
+			c, err := a.client()
+			if err != nil {
+				return err
+			}
+			list, err := c.Sandboxes(cmd.Context(), f)
+			if err != nil {
+				return err
+			}
+			if !all && len(states) == 0 {
+				list = slices.DeleteFunc(list, func(s api.Sandbox) bool { return s.State == api.SandboxDeleted })
+			}
+			return a.printSandboxes(list, idsOnly)
+		},
+	}
+	cmd.Flags().StringArrayVarP(&labels, "label", "l", nil, "only those with the label `NAME=VALUE` (repeatable: all must match)")
+	cmd.Flags().StringSliceVarP(&states, "state", "s", nil, "only those in a state, e.g. running (repeatable)")
+	cmd.Flags().BoolVarP(&all, "all", "a", false, "deleted ones too")
+	cmd.Flags().BoolVar(&idsOnly, "ids", false, "print ids only")
+	return cmd
+}
+
+func (a *app) printSandboxes(list []api.Sandbox, idsOnly bool) error {
+	if a.json {
+		return a.printJSON(api.SandboxList{Items: append([]api.Sandbox{}, list...)})
+	}
+	if idsOnly {
+		for _, s := range list {
+			if _, err := fmt.Fprintln(a.out, s.Id); err != nil {
+				return err
+			}
+		}
+		return nil
+	}
+	var rows [][]string
+	for _, s := range list {
+		state := string(s.State)
+		if s.State == api.SandboxFailed && s.End != nil {
+			state += " (" + s.End.Reason + ")"
+		}
+		ttl := "-"
+		if !s.ExpiresAt.IsZero() {
+			ttl = span(time.Until(s.ExpiresAt))
+		}
+		rows = append(rows, []string{s.Id, orDash(s.Labels[nameLabel]), s.Template, state, age(s.CreatedAt), ttl, labelText(s.Labels)})
+	}
+	return a.table([]string{"ID", "NAME", "TEMPLATE", "STATE", "AGE", "TTL", "LABELS"}, rows)
+}
+
+func orDash(s string) string {
+	if s == "" {
+		return "-"
+	}
+	return s
+}
+
+func labelText(m map[string]string) string {
+	var parts []string
+	for _, k := range slices.Sorted(maps.Keys(m)) {
+		if k != nameLabel {
+			parts = append(parts, k+"="+m[k])
+		}
+	}
+	return orDash(strings.Join(parts, ","))
+}
+
+func newInspect(a *app) *cobra.Command {
+	return &cobra.Command{
+		Use: "inspect SANDBOX", Short: "Show a sandbox and its sessions", Args: exactly(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			ctx := cmd.Context()
+			c, id, err := a.dialFor(ctx, args[0])
+			if err != nil {
+				return err
+			}
+			s, err := c.Sandbox(ctx, id)
+			if err != nil {
+				return err
+			}
+			sessions, err := c.Sessions(ctx, id)
+			if err != nil && !client.IsClass(err, api.ClassDenied) && !client.Ended(s.State) {
+				return err
+			}
+			if a.json {
+				return a.printJSON(struct {
+					api.Sandbox
+					Sessions []api.Session `json:"sessions"`
+				}{s, append([]api.Session{}, sessions...)})
+			}
+			return a.printSandbox(s, sessions)
+		},
+	}
+}
+
+func (a *app) printSandbox(s api.Sandbox, sessions []api.Session) error {
+	var b strings.Builder
+	field := func(name, value string) {
+		if value != "" {
+			fmt.Fprintf(&b, "%-12s %s\n", name, line(value))
+		}
+	}
+	field("id", s.Id)
+	field("state", string(s.State))
+	if s.End != nil {
+		field("ended", fmt.Sprintf("%s %s ago %s", s.End.Reason, age(s.End.At), s.End.Detail))
+	}
+	field("template", s.Template)
+	field("digest", s.Digest)
+	field("driver", s.Driver)
+	field("resources", fmt.Sprintf("%g cores, %d MiB memory, %d MiB disk", float64(s.Resources.MilliCpu)/1000, s.Resources.MemoryMib, s.Resources.DiskMib))
+	for _, k := range slices.Sorted(maps.Keys(s.Labels)) {
+		field("label", k+"="+s.Labels[k])
+	}
+	for _, k := range slices.Sorted(maps.Keys(s.Env)) {
+		field("env", k+"="+s.Env[k])
+	}
+	field("created", s.CreatedAt.Local().Format(time.RFC3339)+" ("+age(s.CreatedAt)+" ago)")
+	if !s.ExpiresAt.IsZero() {
+		field("expires", s.ExpiresAt.Local().Format(time.RFC3339)+" (in "+span(time.Until(s.ExpiresAt))+")")
+	}
+	field("operation", s.Operation)
+	if _, err := fmt.Fprint(a.out, b.String()); err != nil || len(sessions) == 0 {
+		return err
+	}
+	var rows [][]string
+	for _, x := range sessions {
+		state := string(x.State)
+		if x.Exit != nil {
+			state = fmt.Sprintf("%s (%d)", state, x.Exit.Code)
+		}
+		command := strings.Join(x.Args, " ")
+		if r := []rune(command); len(r) > 60 {
+			command = string(r[:59]) + "…"
+		}
+		rows = append(rows, []string{x.Id, state, amount(x.OffsetNext), age(x.CreatedAt), command})
+	}
+	if _, err := fmt.Fprintln(a.out); err != nil {
+		return err
+	}
+	return a.table([]string{"SESSION", "STATE", "OUTPUT", "AGE", "COMMAND"}, rows)
+}
+
+func newUpdate(a *app) *cobra.Command {
+	var set, unset []string
+	var ttl string
+	cmd := &cobra.Command{
+		Use: "update [flags] SANDBOX", Short: "Change a sandbox's labels or TTL", Args: exactly(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			ctx := cmd.Context()
+			var ch client.Change
+			add, err := pairs(set, "--label", false)
+			if err != nil {
+				return err
+			}
+			if ttl != "" {
+				var d time.Duration
+				if ttl != "none" {
+					if d, err = time.ParseDuration(ttl); err != nil || d < time.Second {
+						return usage("--ttl must be like 30m (at least 1s), or none, not %q", ttl)
+					}
+				}
+				ch.TTL = &d
+			}
+			if len(add)+len(unset) == 0 && ch.TTL == nil {
+				return usage("nothing was asked to be changed")
+			}
+			c, id, err := a.dialFor(ctx, args[0])
+			if err != nil {
+				return err
+			}
+			if len(add)+len(unset) > 0 {
+				s, err := c.Sandbox(ctx, id)
+				if err != nil {
+					return err
+				}
+				labels := map[string]string{}
+				maps.Copy(labels, s.Labels)
+				for _, k := range unset {
+					delete(labels, k)
+				}
+				maps.Copy(labels, add)
+				ch.Labels = &labels
+			}
+			s, err := c.UpdateSandbox(ctx, id, ch)
+			if err != nil {
+				return err
+			}
+			if a.json {
+				return a.printJSON(s)
+			}
+			return nil
+		},
+	}
+	cmd.Flags().StringArrayVarP(&set, "label", "l", nil, "set the label `NAME=VALUE` (repeatable)")
+	cmd.Flags().StringArrayVar(&unset, "unlabel", nil, "remove the label `NAME` (repeatable)")
+	cmd.Flags().StringVar(&ttl, "ttl", "", "delete it so long after now, e.g. 30m; none clears it")
+	return cmd
+}
+
+func newRemove(a *app) *cobra.Command {
+	var force bool
+	cmd := &cobra.Command{
+		Use: "rm [flags] SANDBOX…", Aliases: []string{"delete"}, Short: "Delete sandboxes, whatever they do", Args: between(1, -1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			ctx := cmd.Context()
+			c, err := a.client()
+			if err != nil {
+				return err
+			}
+			var ops []api.Operation
+			err = a.each(args, func(arg string) error {
+				id, err := a.sandbox(ctx, c, arg)
+				if err == nil {
+					var op api.Operation
+					op, err = a.removeOp(ctx, c, id)
+					if err == nil {
+						ops = append(ops, op)
+						if !a.json {
+							_, err = fmt.Fprintln(a.out, id)
+						}
+					}
+				}
+				if force && client.IsClass(err, api.ClassNotFound) {
+					return nil
+				}
+				return err
+			})
+			if a.json {
+				if printed := a.printJSON(api.OperationList{Items: append([]api.Operation{}, ops...)}); err == nil {
+					err = printed
+				}
+			}
+			return err
+		},
+	}
+	cmd.Flags().BoolVarP(&force, "force", "f", false, "one that is not there counts as deleted")
+	return cmd
+}
+
+// remove deletes a sandbox and waits until it is gone.
+func (a *app) remove(ctx context.Context, c *client.Client, id string) error {
+	_, err := a.removeOp(ctx, c, id)
+	return err
+}
+
+func (a *app) removeOp(ctx context.Context, c *client.Client, id string) (api.Operation, error) {
+	p := a.begin("deleting " + id)
+	defer p.end()
+	op, err := c.DeleteSandbox(ctx, id)
+	if err != nil {
+		return op, err
+	}
+	return c.Wait(ctx, op.Id, p.operation("deleting "+id))
+}
+
+func newLogs(a *app) *cobra.Command {
+	var follow bool
+	var offset int64
+	cmd := &cobra.Command{
+		Use:   "logs [flags] SANDBOX [SESSION]",
+		Short: "Print what a command has printed",
+		Long: `Print a session's output; without a session the newest one's. With --follow it goes on until the command ends;
+Ctrl-C ends only the printing. A session that was never attached has no output yet.`,
+		Args: between(1, 2),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			ctx := cmd.Context()
+			c, id, err := a.dialFor(ctx, args[0])
+			if err != nil {
+				return err
+			}
+			info, err := a.session(ctx, c, id, args[1:])
+			if err != nil {
+				return err
+			}
+			if follow || info.State == api.SessionExited || info.State == api.SessionLost {
+				return a.followLog(ctx, c.Session(id, info.Id), offset)
+			}
+			return a.printLog(ctx, c.Session(id, info.Id), offset, info.OffsetNext)
+		},
+	}
+	cmd.Flags().BoolVarP(&follow, "follow", "f", false, "go on until the command ends")
+	cmd.Flags().Int64Var(&offset, "since-offset", 0, "leave out so many bytes of output")
+	return cmd
+}
+
+// followLog prints a log to its end, which has no influence on the exit code.
+func (a *app) followLog(ctx context.Context, s *client.Session, offset int64) error {
+	st := s.Follow(client.StreamOptions{Offset: offset})
+	defer st.Close() //nolint:errcheck // returns nil
+	_, err := a.show(ctx, st, func() {})
+	if e, ok := err.(*client.Error); ok && e.Code == "session_lost" { //nolint:errorlint // show returns it as it is
+		fmt.Fprintf(a.err, "cloche: %s\n", line(e.Message)) //nolint:errcheck // as finish
+		return nil
+	}
+	return err
+}
+
+// printLog prints a log of a command that still runs up to an offset.
+func (a *app) printLog(ctx context.Context, s *client.Session, offset, end int64) error {
+	st := s.Follow(client.StreamOptions{Offset: offset})
+	defer st.Close() //nolint:errcheck // returns nil
+	out, errOut := cut{a.out, st, end}, cut{a.err, st, end}
+	for st.Offset() < end {
+		e, err := st.Next(ctx)
+		if err != nil {
+			return err
+		}
+		switch {
+		case a.json:
+			err = a.printLine(e)
+		case e.Type == api.EventStdout:
+			err = out.write(e)
+		case e.Type == api.EventStderr:
+			err = errOut.write(e)
+		case e.Type == api.EventGap:
+			a.note("cloche: bytes %d to %d of the output are gone: %s", e.Offset, e.To, line(e.Reason))
+		case e.Type == api.EventExit || e.Type == api.EventLost:
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// cut writes output that lies before an offset.
+type cut struct {
+	to  *os.File
+	st  *client.Stream
+	end int64
+}
+
+func (c cut) write(e api.StreamEvent) error {
+	data := e.Data
+	if over := c.st.Offset() - c.end; over > 0 {
+		data = data[:int64(len(data))-over]
+	}
+	_, err := c.to.Write(data)
+	return err
+}

@@ -1,0 +1,264 @@
+package control
+
+import (
+	"context"
+	"time"
+
+	"cloche.dev/cloche/internal/sandbox"
+)
+
+// CreateRequest asks for a sandbox.
+type CreateRequest struct {
+	Template  string            `json:"template"` // name, name:tag or digest
+	Labels    map[string]string `json:"labels,omitempty"`
+	Env       map[string]string `json:"env,omitempty"`
+	Resources sandbox.Resources `json:"resources"`     // zero fields get the defaults
+	TTL       time.Duration     `json:"ttl,omitempty"` // 0 is none
+}
+
+// CreateSandbox asks for a sandbox in the caller's project. It answers as soon
+// as the rows are there; the operation tells the rest.
+func (c *Control) CreateSandbox(ctx context.Context, who sandbox.Caller, req CreateRequest, idem sandbox.Idempotency) (sb sandbox.Sandbox, op sandbox.Operation, replayed bool, err error) {
+	if err := who.Can(sandbox.ActChange); err != nil {
+		return sb, op, false, err
+	}
+	if idem, err = stamp(idem, req); err != nil {
+		return sb, op, false, err
+	}
+	req.Resources = withDefaults(req.Resources)
+	for _, err := range []error{
+		ValidateRef(req.Template), ValidateLabels(req.Labels), ValidateEnv(req.Env), req.Resources.Validate(), ValidateTTL(req.TTL),
+	} {
+		if err != nil {
+			return sb, op, false, err
+		}
+	}
+	now := c.now().UTC()
+	sb = sandbox.Sandbox{
+		ID: sandbox.NewID(sandbox.KindSandbox), Project: who.Project, Template: req.Template,
+		Labels: req.Labels, Env: req.Env, Resources: req.Resources, CreatedAt: now,
+	}
+	if req.TTL > 0 {
+		at := now.Add(req.TTL)
+		sb.ExpiresAt = &at
+	}
+	sb, op, replayed, err = c.store.CreateSandbox(ctx, sb, c.newOperation(who, sandbox.VerbCreate), idem)
+	if err != nil {
+		return sb, op, false, err
+	}
+	if !replayed {
+		c.begun(op)
+	}
+	return sb, op, replayed, nil
+}
+
+func (c *Control) newOperation(who sandbox.Caller, verb sandbox.Verb) sandbox.Operation {
+	return sandbox.Operation{
+		ID: sandbox.NewID(sandbox.KindOperation), Project: who.Project, Verb: verb,
+		State: sandbox.OpAccepted, Key: who.KeyID, CreatedAt: c.now().UTC(),
+	}
+}
+
+// begun starts an operation whose row was just written.
+func (c *Control) begun(op sandbox.Operation) {
+	c.launch(op)
+	c.bell.ring("")
+}
+
+// begin writes a verb and starts it. Roles are the caller's business.
+func (c *Control) begin(ctx context.Context, who sandbox.Caller, id string, verb sandbox.Verb, idem sandbox.Idempotency) (sandbox.Sandbox, sandbox.Operation, bool, error) {
+	sb, op, replayed, err := c.store.BeginVerb(ctx, who.Scope(), id, verb, c.newOperation(who, verb), idem)
+	if err != nil {
+		return sb, op, false, err
+	}
+	if !replayed {
+		c.begun(op)
+	}
+	return sb, op, replayed, nil
+}
+
+// Delete asks for a sandbox to be deleted, whatever its state. Where that is
+// under way already, it answers the operation that does it.
+func (c *Control) Delete(ctx context.Context, who sandbox.Caller, id string, idem sandbox.Idempotency) (sb sandbox.Sandbox, op sandbox.Operation, replayed bool, err error) {
+	if err := c.allowed(who, sandbox.ActChange, sandbox.KindSandbox, "sandbox", id); err != nil {
+		return sb, op, false, err
+	}
+	if idem, err = stamp(idem, id); err != nil {
+		return sb, op, false, err
+	}
+	sb, op, replayed, err = c.begin(ctx, who, id, sandbox.VerbDelete, idem)
+	if !sandbox.IsClass(err, sandbox.FailedPrecondition) {
+		return sb, op, replayed, err
+	}
+	now, getErr := c.store.Sandbox(ctx, who.Scope(), id)
+	if getErr != nil || now.State != sandbox.StateDeleting {
+		return sandbox.Sandbox{}, sandbox.Operation{}, false, err
+	}
+	if op, getErr = c.store.Operation(ctx, who.Scope(), now.Operation); getErr != nil {
+		return sandbox.Sandbox{}, sandbox.Operation{}, false, err
+	}
+	return now, op, true, nil
+}
+
+// allowed checks the role and the form of an id.
+func (c *Control) allowed(who sandbox.Caller, a sandbox.Action, kind, what, id string) error {
+	if err := who.Can(a); err != nil {
+		return err
+	}
+	return validateID(kind, what, id)
+}
+
+// seen is sb as the caller may see it: environments hold secrets, so who may
+// not run commands sees none.
+func seen(who sandbox.Caller, sb sandbox.Sandbox) sandbox.Sandbox {
+	if !who.May(sandbox.ActData) {
+		sb.Env = nil
+	}
+	return sb
+}
+
+// Get returns a sandbox; one that was deleted in the last day still answers.
+func (c *Control) Get(ctx context.Context, who sandbox.Caller, id string) (sandbox.Sandbox, error) {
+	if err := c.allowed(who, sandbox.ActSee, sandbox.KindSandbox, "sandbox", id); err != nil {
+		return sandbox.Sandbox{}, err
+	}
+	sb, err := c.store.Sandbox(ctx, who.Scope(), id)
+	return seen(who, sb), err
+}
+
+// List lists sandboxes, newest first. Deleted ones are listed only where the
+// filter names their state.
+func (c *Control) List(ctx context.Context, who sandbox.Caller, f sandbox.SandboxFilter, p sandbox.Page) ([]sandbox.Sandbox, string, error) {
+	if err := who.Can(sandbox.ActSee); err != nil {
+		return nil, "", err
+	}
+	if err := ValidateLabels(f.Labels); err != nil {
+		return nil, "", err
+	}
+	known := map[sandbox.State]bool{}
+	for _, s := range sandbox.States {
+		known[s] = true
+	}
+	for _, s := range f.States {
+		if !known[s] {
+			return nil, "", invalid("bad_state", "there is no state %s", quote(string(s)))
+		}
+	}
+	if len(f.States) == 0 {
+		for _, s := range sandbox.States {
+			if s != sandbox.StateDeleted {
+				f.States = append(f.States, s)
+			}
+		}
+	}
+	list, next, err := c.store.Sandboxes(ctx, who.Scope(), f, p)
+	for i := range list {
+		list[i] = seen(who, list[i])
+	}
+	return list, next, err
+}
+
+// SetLabels replaces a sandbox's labels.
+func (c *Control) SetLabels(ctx context.Context, who sandbox.Caller, id string, labels map[string]string) (sandbox.Sandbox, error) {
+	if err := c.allowed(who, sandbox.ActChange, sandbox.KindSandbox, "sandbox", id); err != nil {
+		return sandbox.Sandbox{}, err
+	}
+	if err := ValidateLabels(labels); err != nil {
+		return sandbox.Sandbox{}, err
+	}
+	sb, err := c.store.SetLabels(ctx, who.Scope(), id, labels)
+	c.bell.ring("")
+	return sb, err
+}
+
+// SetTTL makes a sandbox expire ttl from now; 0 takes its TTL away.
+func (c *Control) SetTTL(ctx context.Context, who sandbox.Caller, id string, ttl time.Duration) (sandbox.Sandbox, error) {
+	if err := c.allowed(who, sandbox.ActChange, sandbox.KindSandbox, "sandbox", id); err != nil {
+		return sandbox.Sandbox{}, err
+	}
+	if err := ValidateTTL(ttl); err != nil {
+		return sandbox.Sandbox{}, err
+	}
+	var at *time.Time
+	if ttl > 0 {
+		t := c.now().UTC().Add(ttl)
+		at = &t
+	}
+	sb, err := c.store.SetExpiry(ctx, who.Scope(), id, at)
+	c.bell.ring("")
+	return sb, err
+}
+
+// MaxWait bounds how long a call may wait for something to change.
+const MaxWait = 60 * time.Second
+
+// Operation returns an operation; with a wait it answers when the operation
+// has ended or the wait is over, whatever is first.
+func (c *Control) Operation(ctx context.Context, who sandbox.Caller, id string, wait time.Duration) (op sandbox.Operation, err error) {
+	if err := c.allowed(who, sandbox.ActSee, sandbox.KindOperation, "operation", id); err != nil {
+		return op, err
+	}
+	err = c.await(ctx, id, wait, func() (bool, error) {
+		op, err = c.store.Operation(ctx, who.Scope(), id)
+		return op.State.Done(), err
+	})
+	return op, err
+}
+
+// await calls look until it says true, each time the key rings, at most for
+// wait. The end of the wait is no error; that of ctx is.
+func (c *Control) await(ctx context.Context, key string, wait time.Duration, look func() (bool, error)) error {
+	timer := time.NewTimer(min(max(wait, 0), MaxWait))
+	defer timer.Stop()
+	for {
+		ch, leave := c.bell.listen(key)
+		done, err := look()
+		if err != nil || done || wait <= 0 {
+			leave()
+			return err
+		}
+		select {
+		case <-ch:
+			leave()
+		case <-timer.C:
+			leave()
+			_, err := look()
+			return err
+		case <-ctx.Done():
+			leave()
+			return sandbox.AsError(ctx.Err())
+		}
+	}
+}
+
+// Operations lists operations, newest first.
+func (c *Control) Operations(ctx context.Context, who sandbox.Caller, f sandbox.OperationFilter, p sandbox.Page) ([]sandbox.Operation, string, error) {
+	if err := who.Can(sandbox.ActSee); err != nil {
+		return nil, "", err
+	}
+	if f.Sandbox != "" && !sandbox.ValidID(sandbox.KindSandbox, f.Sandbox) {
+		return nil, "", invalid("bad_id", "%s is no id of a sandbox", quote(f.Sandbox))
+	}
+	for _, s := range f.States {
+		if s != sandbox.OpAccepted && s != sandbox.OpRunning && !s.Done() {
+			return nil, "", invalid("bad_state", "there is no operation state %s", quote(string(s)))
+		}
+	}
+	return c.store.Operations(ctx, who.Scope(), f, p)
+}
+
+// Events lists events after seq, oldest first; with a wait it answers when
+// there is one or the wait is over.
+func (c *Control) Events(ctx context.Context, who sandbox.Caller, after int64, limit int, wait time.Duration) (list []sandbox.Event, err error) {
+	if err := who.Can(sandbox.ActSee); err != nil {
+		return nil, err
+	}
+	if after < 0 {
+		return nil, invalid("bad_seq", "a sequence number is not negative")
+	}
+	err = c.await(ctx, "", wait, func() (bool, error) {
+		list, err = c.store.Events(ctx, who.Scope(), after, limit)
+		return len(list) > 0, err
+	})
+	return list, err
+}

@@ -1,0 +1,3 @@
+package dataplane
+
+//go:generate go tool -modfile=../../tools/go.mod oapi-codegen -config server.cfg.yaml ../../api/openapi.yaml

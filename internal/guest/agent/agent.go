@@ -1,0 +1,252 @@
+// Package agent is the part of the guest that talks: it dials the host, says
+// hello, and serves the Guest service of internal/guestapi on the connection
+// that it dialled. It is the supervisor's child, runs as root, and keeps no
+// state that matters: what must survive it (the key, the epoch, the setup,
+// processes and their output) the supervisor keeps.
+//
+// cmd/cloche-guest calls it.
+package agent
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"connectrpc.com/connect"
+	"google.golang.org/protobuf/proto"
+
+	"cloche.dev/cloche/internal/guest/fault"
+	"cloche.dev/cloche/internal/guest/wire"
+	"cloche.dev/cloche/internal/guestapi"
+	"cloche.dev/cloche/internal/guestapi/guestv1"
+	"cloche.dev/cloche/internal/guestapi/guestv1/guestv1connect"
+	"cloche.dev/cloche/internal/sandbox"
+)
+
+const (
+	redialMin        = 20 * time.Millisecond
+	redialMax        = time.Second
+	handshakeTimeout = 10 * time.Second
+	maxExtra         = 64      // connections beside the control one
+	maxRequest       = 2 << 20 // bytes of one RPC message
+	maxStreams       = 2048    // RPCs under way on one connection
+)
+
+// Config says where the agent stands.
+type Config struct {
+	Supervisor net.Conn
+	Dial       string // "unix:PATH" or "vsock:CID:PORT"
+	Build      string
+	Log        *slog.Logger
+}
+
+// Agent serves one guest.
+type Agent struct {
+	cfg   Config
+	super *super
+	mux   *http.ServeMux
+	extra chan struct{} // tokens
+	wg    sync.WaitGroup
+
+	mu    sync.Mutex
+	state wire.State
+	setup *guestv1.SetupRequest
+}
+
+// Run serves until ctx ends or the supervisor hangs up.
+func Run(ctx context.Context, cfg Config) error {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	a := &Agent{cfg: cfg, super: newSuper(cfg.Supervisor), mux: http.NewServeMux(), extra: make(chan struct{}, maxExtra), setup: &guestv1.SetupRequest{}}
+	a.mux.Handle(guestv1connect.NewGuestHandler(a, connect.WithReadMaxBytes(maxRequest), connect.WithCompressMinBytes(1<<30), connect.WithInterceptors(rpcErrors{})))
+	defer a.wg.Wait()
+	defer cfg.Supervisor.Close()
+	hungUp := make(chan error, 1)
+	a.wg.Go(func() {
+		hungUp <- a.super.run()
+		cancel()
+	})
+	if err := a.recall(ctx); err != nil {
+		return err
+	}
+	backoff := redialMin
+	for ctx.Err() == nil {
+		conn, err := a.connect(ctx, guestapi.PurposeControl, "")
+		if err == nil {
+			backoff = redialMin
+			a.serve(ctx, conn)
+			continue
+		}
+		select {
+		case <-ctx.Done():
+		case <-time.After(backoff):
+		}
+		backoff = min(2*backoff, redialMax)
+	}
+	select {
+	case err := <-hungUp:
+		return fmt.Errorf("the supervisor hung up: %w", err)
+	default:
+		return ctx.Err()
+	}
+}
+
+// recall gets back what an earlier agent had the supervisor keep.
+func (a *Agent) recall(ctx context.Context) error {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if err := a.super.call(ctx, wire.OpState, nil, &a.state); err != nil {
+		return err
+	}
+	return proto.Unmarshal(a.state.Setup, a.setup)
+}
+
+// keep changes what the supervisor keeps.
+func (a *Agent) keep(ctx context.Context, change func(*wire.State)) error {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	next := a.state
+	change(&next)
+	if err := a.super.call(ctx, wire.OpKeep, &next, nil); err != nil {
+		return err
+	}
+	a.state = next
+	return nil
+}
+
+// connect dials the host and shakes hands.
+func (a *Agent) connect(ctx context.Context, purpose, ticket string) (net.Conn, error) {
+	ctx, cancel := context.WithTimeout(ctx, handshakeTimeout)
+	defer cancel()
+	conn, err := dial(ctx, a.cfg.Dial)
+	if err != nil {
+		return nil, err
+	}
+	stop := context.AfterFunc(ctx, func() { _ = conn.SetDeadline(time.Unix(1, 0)) })
+	defer stop()
+	if err := a.shake(ctx, conn, purpose, ticket); err != nil {
+		_ = conn.Close()
+		return nil, err
+	}
+	if !stop() {
+		_ = conn.Close()
+		return nil, ctx.Err()
+	}
+	return conn, nil
+}
+
+func (a *Agent) shake(ctx context.Context, conn net.Conn, purpose, ticket string) error {
+	nonce, err := guestapi.ReadChallenge(conn)
+	if err != nil {
+		return err
+	}
+	a.mu.Lock()
+	hello := &guestv1.Hello{
+		MinVersion: guestapi.MinVersion, MaxVersion: guestapi.MaxVersion, Epoch: a.state.Epoch,
+		Purpose: purpose, Ticket: ticket, Agent: a.cfg.Build,
+	}
+	if len(a.state.Key) != 0 && !fault.Is(fault.HelloUnproven) {
+		hello.Proof = guestapi.Proof(a.state.Key, nonce, purpose, ticket)
+	}
+	a.mu.Unlock()
+	if err := guestapi.WriteHello(conn, hello); err != nil {
+		return err
+	}
+	answer, err := guestapi.ReadAnswer(conn)
+	if err != nil {
+		return err
+	}
+	if !answer.GetOk() {
+		return fmt.Errorf("the host refused: %s", answer.GetReason())
+	}
+	if purpose != guestapi.PurposeControl {
+		return nil
+	}
+	return a.keep(ctx, func(s *wire.State) {
+		s.Epoch = answer.GetEpoch()
+		if len(answer.GetKey()) != 0 {
+			s.Key = answer.GetKey()
+		}
+	})
+}
+
+func dial(ctx context.Context, address string) (net.Conn, error) {
+	scheme, rest, _ := strings.Cut(address, ":")
+	switch scheme {
+	case "unix":
+		return new(net.Dialer).DialContext(ctx, "unix", rest)
+	case "vsock":
+		cid, port, _ := strings.Cut(rest, ":")
+		c, err1 := strconv.ParseUint(cid, 10, 32)
+		p, err2 := strconv.ParseUint(port, 10, 32)
+		if err := errors.Join(err1, err2); err != nil {
+			return nil, err
+		}
+		return dialVsock(ctx, uint32(c), uint32(p))
+	}
+	return nil, fmt.Errorf("can't dial %q", address)
+}
+
+// serve serves RPCs on conn until it ends.
+func (a *Agent) serve(ctx context.Context, conn net.Conn) {
+	l := newOneListener(conn)
+	srv := &http.Server{
+		Handler:     a.mux,
+		BaseContext: func(net.Listener) context.Context { return ctx },
+		Protocols:   new(http.Protocols),
+		ErrorLog:    slog.NewLogLogger(a.cfg.Log.Handler(), slog.LevelDebug),
+		HTTP2: &http.HTTP2Config{
+			MaxConcurrentStreams: maxStreams, MaxReadFrameSize: 256 << 10,
+			MaxReceiveBufferPerConnection: 2 << 20, MaxReceiveBufferPerStream: 1 << 20,
+		},
+	}
+	srv.Protocols.SetUnencryptedHTTP2(true)
+	stop := context.AfterFunc(ctx, func() { _ = srv.Close() })
+	defer stop()
+	if err := srv.Serve(l); err != nil && !errors.Is(err, net.ErrClosed) && !errors.Is(err, http.ErrServerClosed) {
+		a.cfg.Log.Warn("serving the host failed", "error", err)
+	}
+	_ = srv.Close()
+}
+
+// OpenExtra implements the service.
+func (a *Agent) OpenExtra(ctx context.Context, req *connect.Request[guestv1.OpenExtraRequest]) (*connect.Response[guestv1.OpenExtraResponse], error) {
+	if t := req.Msg.GetTicket(); t == "" || len(t) > 256 {
+		return nil, sandbox.Errorf(sandbox.Invalid, "bad_ticket", "an extra connection needs a ticket")
+	}
+	select {
+	case a.extra <- struct{}{}:
+	default:
+		return nil, sandbox.Errorf(sandbox.Quota, "too_many_connections", "%d transfers and tunnels are under way", maxExtra)
+	}
+	conn, err := a.connect(ctx, guestapi.PurposeExtra, req.Msg.GetTicket())
+	if err != nil {
+		<-a.extra
+		return nil, sandbox.Errorf(sandbox.Unavailable, "dial_failed", "the guest can't dial: %w", err)
+	}
+	// It must outlive this RPC; the supervisor's end and the host's hanging up end it.
+	actx := context.WithoutCancel(ctx)
+	a.wg.Go(func() {
+		defer func() { <-a.extra }()
+		ctx, cancel := context.WithCancel(actx)
+		defer cancel()
+		done := make(chan struct{})
+		defer close(done)
+		go func() {
+			select {
+			case <-a.super.gone:
+				cancel()
+			case <-done:
+			}
+		}()
+		a.serve(ctx, conn)
+	})
+	return connect.NewResponse(&guestv1.OpenExtraResponse{}), nil
+}

@@ -1,0 +1,112 @@
+package guestapi
+
+import (
+	"errors"
+	"strings"
+	"unicode"
+
+	"connectrpc.com/connect"
+
+	"cloche.dev/cloche/internal/sandbox"
+)
+
+// codeHeader carries the stable code of a *sandbox.Error beside the RPC code.
+const codeHeader = "Cloche-Code"
+
+const (
+	maxErrorText = 1024
+	maxCode      = 64
+)
+
+var classes = []struct {
+	class sandbox.Class
+	code  connect.Code
+}{
+	{sandbox.NotFound, connect.CodeNotFound},
+	{sandbox.Conflict, connect.CodeAlreadyExists},
+	{sandbox.FailedPrecondition, connect.CodeFailedPrecondition},
+	{sandbox.Invalid, connect.CodeInvalidArgument},
+	{sandbox.Denied, connect.CodePermissionDenied},
+	{sandbox.Quota, connect.CodeResourceExhausted},
+	{sandbox.Unavailable, connect.CodeUnavailable},
+	{sandbox.Internal, connect.CodeInternal},
+}
+
+// ToRPC turns an error of the guest into what its RPC answers.
+func ToRPC(err error) error {
+	if err == nil {
+		return nil
+	}
+	var rpc *connect.Error
+	if errors.As(err, &rpc) {
+		return err
+	}
+	e := sandbox.AsError(err)
+	code := connect.CodeInternal
+	for _, c := range classes {
+		if c.class == e.Class {
+			code = c.code
+		}
+	}
+	out := connect.NewError(code, errors.New(clean(e.Message)))
+	out.Meta().Set(codeHeader, e.Code)
+	return out
+}
+
+// FromRPC turns what an RPC to a guest failed with into a *sandbox.Error. The
+// text and the code may come from a hostile guest: they are cut to size, and
+// control characters are taken out. A connection that ended is "guest_unreachable".
+func FromRPC(err error) error {
+	if err == nil {
+		return nil
+	}
+	var own *sandbox.Error
+	if errors.As(err, &own) {
+		return own
+	}
+	var rpc *connect.Error
+	if !errors.As(err, &rpc) {
+		return sandbox.AsError(err)
+	}
+	switch rpc.Code() {
+	case connect.CodeDeadlineExceeded:
+		return sandbox.Errorf(sandbox.Unavailable, "deadline_exceeded", "the sandbox's agent did not answer in time")
+	case connect.CodeCanceled:
+		return sandbox.Errorf(sandbox.Unavailable, "canceled", "the request to the sandbox's agent was cancelled")
+	}
+	code := rpc.Meta().Get(codeHeader)
+	if !connect.IsWireError(err) || !validCode(code) {
+		code = "guest_" + rpc.Code().String()
+	}
+	for _, c := range classes {
+		if c.code == rpc.Code() && connect.IsWireError(err) {
+			return sandbox.Errorf(c.class, code, "%s", clean(rpc.Message()))
+		}
+	}
+	return sandbox.Errorf(sandbox.Unavailable, "guest_unreachable", "the connection to the sandbox's agent failed: %s", clean(rpc.Message()))
+}
+
+func validCode(s string) bool {
+	if s == "" || len(s) > maxCode {
+		return false
+	}
+	for _, c := range []byte(s) {
+		if (c < 'a' || c > 'z') && (c < '0' || c > '9') && c != '_' {
+			return false
+		}
+	}
+	return true
+}
+
+// clean makes s safe to show: valid UTF-8, no control characters, bounded.
+func clean(s string) string {
+	if len(s) > maxErrorText {
+		s = s[:maxErrorText]
+	}
+	return strings.Map(func(r rune) rune {
+		if unicode.IsControl(r) {
+			return ' '
+		}
+		return r
+	}, strings.ToValidUTF8(s, "?"))
+}

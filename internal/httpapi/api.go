@@ -1,0 +1,149 @@
+package httpapi
+
+import (
+	"context"
+	"io"
+	"net/http"
+	"time"
+
+	"cloche.dev/cloche/api"
+	"cloche.dev/cloche/internal/auth"
+	"cloche.dev/cloche/internal/control"
+	"cloche.dev/cloche/internal/httpapi/rest"
+	"cloche.dev/cloche/internal/sandbox"
+)
+
+// Keys verifies API keys (an auth.Verifier).
+type Keys interface {
+	// Verify returns whose key this is; an error of the class Denied where it
+	// is none, or was revoked.
+	Verify(ctx context.Context, key string) (sandbox.Caller, error)
+}
+
+// Sandboxes are control's verbs on sandboxes.
+type Sandboxes interface {
+	CreateSandbox(ctx context.Context, who sandbox.Caller, req control.CreateRequest, idem sandbox.Idempotency) (sandbox.Sandbox, sandbox.Operation, bool, error)
+	Delete(ctx context.Context, who sandbox.Caller, id string, idem sandbox.Idempotency) (sandbox.Sandbox, sandbox.Operation, bool, error)
+	Get(ctx context.Context, who sandbox.Caller, id string) (sandbox.Sandbox, error)
+	List(ctx context.Context, who sandbox.Caller, f sandbox.SandboxFilter, p sandbox.Page) ([]sandbox.Sandbox, string, error)
+	Changes
+}
+
+// Changes are control's verbs that change a sandbox's row and start nothing.
+type Changes interface {
+	SetLabels(ctx context.Context, who sandbox.Caller, id string, labels map[string]string) (sandbox.Sandbox, error)
+	SetTTL(ctx context.Context, who sandbox.Caller, id string, ttl time.Duration) (sandbox.Sandbox, error)
+}
+
+// Operations are control's look-ups of operations.
+type Operations interface {
+	Operation(ctx context.Context, who sandbox.Caller, id string, wait time.Duration) (sandbox.Operation, error)
+	Operations(ctx context.Context, who sandbox.Caller, f sandbox.OperationFilter, p sandbox.Page) ([]sandbox.Operation, string, error)
+}
+
+// Templates are control's verbs on templates.
+type Templates interface {
+	Import(ctx context.Context, who sandbox.Caller, tar io.Reader, cfg sandbox.RuntimeConfig, release string) (sandbox.Template, sandbox.Built, error)
+	Build(ctx context.Context, who sandbox.Caller, req sandbox.BuildRequest, idem sandbox.Idempotency) (sandbox.Operation, bool, error)
+	Template(ctx context.Context, who sandbox.Caller, ref string) (sandbox.Template, error)
+	Templates(ctx context.Context, who sandbox.Caller) ([]sandbox.Template, error)
+	DeleteTemplate(ctx context.Context, who sandbox.Caller, ref string) error
+}
+
+// Releases are control's verbs on releases.
+type Releases interface {
+	Tag(ctx context.Context, who sandbox.Caller, ref, release string) (sandbox.Release, error)
+	Untag(ctx context.Context, who sandbox.Caller, release string) error
+}
+
+// KeyRing is control's verbs on API keys.
+type KeyRing interface {
+	CreateKey(ctx context.Context, who sandbox.Caller, project, name string, role sandbox.Role, idem sandbox.Idempotency) (sandbox.Key, string, bool, error)
+	Keys(ctx context.Context, who sandbox.Caller, project string) ([]sandbox.Key, error)
+	RevokeKey(ctx context.Context, who sandbox.Caller, id string) error
+}
+
+// Control is what the control half asks of (a control.Control).
+type Control interface {
+	Sandboxes
+	Operations
+	Templates
+	Releases
+	KeyRing
+}
+
+var _ Control = (*control.Control)(nil)
+
+// Options make an API. All are needed but Ready and Driver.
+type Options struct {
+	Control Control
+	Keys    Keys
+	Tokens  *auth.Tokens
+	Version string
+	Driver  string                      // of new sandboxes
+	Ready   func(context.Context) error // nil when there is nothing to wait for
+}
+
+// API answers the control half.
+type API struct{ o Options }
+
+var _ ServerInterface = (*API)(nil)
+
+// New makes an API.
+func New(o Options) *API { return &API{o} }
+
+// Register puts the operations of the control half into the router.
+func (a *API) Register(router *rest.Router) {
+	HandlerWithOptions(a, StdHTTPServerOptions{BaseRouter: router.Half(a.guard), ErrorHandlerFunc: rest.BadParam})
+}
+
+// actions says what a caller must be permitted for each operation. Control
+// asks again; here it is asked before a body is read.
+var actions = map[string]sandbox.Action{
+	"getVersion": sandbox.ActSee, "listSandboxes": sandbox.ActSee, "getSandbox": sandbox.ActSee,
+	"createSandbox": sandbox.ActChange, "updateSandbox": sandbox.ActChange, "deleteSandbox": sandbox.ActChange,
+	"createAccessToken": sandbox.ActData,
+	"listOperations":    sandbox.ActSee, "getOperation": sandbox.ActSee,
+	"listTemplates": sandbox.ActSee, "getTemplate": sandbox.ActSee,
+	"importTemplate": sandbox.ActTemplate, "deleteTemplate": sandbox.ActTemplate,
+	"putRelease": sandbox.ActTemplate, "deleteRelease": sandbox.ActTemplate,
+	"buildTemplate": sandbox.ActBuildHost,
+	"listKeys":      sandbox.ActKeys, "createKey": sandbox.ActKeys, "revokeKey": sandbox.ActKeys,
+}
+
+type callerKey struct{}
+
+func callerOf(r *http.Request) sandbox.Caller {
+	c, _ := r.Context().Value(callerKey{}).(sandbox.Caller)
+	return c
+}
+
+// guard lets in API keys, by role.
+func (a *API) guard(r *http.Request, operation, token string) (*http.Request, string, error) {
+	act, ok := actions[operation]
+	if !ok {
+		return nil, "", sandbox.Errorf(sandbox.Internal, "no_action", "the operation %s has no action", operation)
+	}
+	caller, err := a.o.Keys.Verify(r.Context(), token)
+	if err != nil {
+		return nil, "", err
+	}
+	return r.WithContext(context.WithValue(r.Context(), callerKey{}, caller)), caller.KeyID, caller.Can(act)
+}
+
+// GetHealth answers when the daemon is ready.
+func (a *API) GetHealth(w http.ResponseWriter, r *http.Request) {
+	if a.o.Ready != nil {
+		if err := a.o.Ready(r.Context()); err != nil {
+			e := sandbox.Errorf(sandbox.Unavailable, "not_ready", "the daemon is not ready: %s", sandbox.AsError(err).Message)
+			rest.Fail(w, r, e)
+			return
+		}
+	}
+	rest.JSON(w, r, http.StatusOK, api.Health{Status: "ok"})
+}
+
+// GetVersion answers the daemon's version.
+func (a *API) GetVersion(w http.ResponseWriter, r *http.Request) {
+	rest.JSON(w, r, http.StatusOK, api.Version{Version: a.o.Version, Api: "v1", Driver: a.o.Driver})
+}

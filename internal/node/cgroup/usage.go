@@ -1,0 +1,99 @@
+package cgroup
+
+import (
+	"bufio"
+	"bytes"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"time"
+)
+
+// Usage is what a group uses.
+type Usage struct {
+	Memory int64         // bytes charged to it, page cache included
+	CPU    time.Duration // consumed since it was made
+	Tasks  int           // processes and threads
+}
+
+// file returns the path of a control file: in v1 that of the controller's own
+// hierarchy.
+func (g Group) file(controller, name string) string {
+	if g.tree.v2 {
+		return filepath.Join(g.tree.root, g.path, name)
+	}
+	return filepath.Join(g.tree.root, controller, g.path, name)
+}
+
+func (g Group) number(controller, name string) (int64, error) {
+	data, err := os.ReadFile(g.file(controller, name))
+	if err != nil {
+		return 0, err
+	}
+	return strconv.ParseInt(strings.TrimSpace(string(data)), 10, 64)
+}
+
+// keyed reads one value of a file of "key value" lines.
+func (g Group) keyed(controller, name, key string) (int64, error) {
+	data, err := os.ReadFile(g.file(controller, name))
+	if err != nil {
+		return 0, err
+	}
+	for sc := bufio.NewScanner(bytes.NewReader(data)); sc.Scan(); {
+		k, v, ok := strings.Cut(sc.Text(), " ")
+		if ok && k == key {
+			return strconv.ParseInt(strings.TrimSpace(v), 10, 64)
+		}
+	}
+	return 0, fmt.Errorf("%s has no %q", g.file(controller, name), key)
+}
+
+// Usage tells what the group uses now.
+func (g Group) Usage() (Usage, error) {
+	var u Usage
+	var err error
+	if g.tree.v2 {
+		if u.Memory, err = g.number("", "memory.current"); err != nil {
+			return u, err
+		}
+		us, err := g.keyed("", "cpu.stat", "usage_usec")
+		if err != nil {
+			return u, err
+		}
+		u.CPU = time.Duration(us) * time.Microsecond
+		tasks, err := g.number("", "pids.current")
+		u.Tasks = int(tasks)
+		return u, err
+	}
+	if u.Memory, err = g.number("memory", "memory.usage_in_bytes"); err != nil {
+		return u, err
+	}
+	ns, err := g.number("cpuacct", "cpuacct.usage")
+	if err != nil {
+		return u, err
+	}
+	u.CPU = time.Duration(ns)
+	tasks, err := g.number("pids", "pids.current")
+	u.Tasks = int(tasks)
+	return u, err
+}
+
+// OOMKills tells how many processes of the group the kernel has killed for
+// want of memory.
+func (g Group) OOMKills() (int64, error) {
+	if g.tree.v2 {
+		return g.keyed("", "memory.events", "oom_kill")
+	}
+	return g.keyed("memory", "memory.oom_control", "oom_kill")
+}
+
+// SetMemoryLimit changes how much memory may be charged to the group.
+func (g Group) SetMemoryLimit(bytes int64) error {
+	name := "memory.limit_in_bytes"
+	if g.tree.v2 {
+		name = "memory.max"
+	}
+	return os.WriteFile(g.file("memory", name), []byte(strconv.FormatInt(bytes, 10)), 0)
+}

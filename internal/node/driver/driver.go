@@ -1,0 +1,121 @@
+// Package driver is the seam behind which isolation lives: what a node needs
+// of whatever runs machines (gVisor sandboxes, Firecracker microVMs), and no
+// more. The conformance suite in drivertest holds every driver to the named
+// contract that these comments state.
+//
+// A driver owns everything on the host that belongs to its machines
+// (processes, cgroups, its own directories, jails) and names all of it after
+// the machine's id, so that Discard can remove any of it, from any stage,
+// knowing the id alone. It owns neither the template's image, nor the guest
+// binary, nor the network namespace: those are handed to it.
+package driver
+
+import (
+	"context"
+	"net"
+	"time"
+
+	"cloche.dev/cloche/internal/sandbox"
+)
+
+// Driver makes machines and finds them again. All methods may be called
+// concurrently; calls for one id are serialised by the caller.
+type Driver interface {
+	// Name is the driver's stable name ("gvisor", "firecracker").
+	Name() string
+
+	// Probe tells whether machines can run on this host, by running one part
+	// of a machine for real where that is the only way to know. It respects
+	// ctx's deadline.
+	Probe(ctx context.Context) Capability
+
+	// Create makes a machine and starts it. When it returns nil the machine
+	// runs and its guest's PID 1 has been started, though it need not have
+	// dialled yet. When it returns an error nothing of the machine is left.
+	// A ctx that ends early makes it clean up and return ctx's error.
+	Create(ctx context.Context, spec Spec) (Machine, error)
+
+	// Adopt takes up a machine that an earlier process of this driver made.
+	// It returns an error of class not_found when no live machine has this
+	// id: liveness is an answer of the machine's own control plus a live
+	// process, never a state file. One that is known to have ended is *Ended.
+	Adopt(ctx context.Context, id string) (Machine, error)
+
+	// List names every machine that has left any trace on this host (process,
+	// cgroup, directory), alive or not.
+	List(ctx context.Context) ([]string, error)
+
+	// Discard removes every trace of a machine, killing it first if need be.
+	// It is idempotent, and succeeds for an id that never existed.
+	Discard(ctx context.Context, id string) error
+}
+
+// Machine is one machine that was created or adopted.
+type Machine interface {
+	// ID is the sandbox's id.
+	ID() string
+
+	// Guest returns the listener on which this machine's agent dials the
+	// host. Whoever can reach it from inside can dial it, so a connection
+	// proves nothing about its sender. The machine keeps one listener;
+	// closing it ends Accept, and the next call to Guest listens anew.
+	Guest() (net.Listener, error)
+
+	// Stats tells what the machine uses now.
+	Stats(ctx context.Context) (Stats, error)
+
+	// Kill ends the machine at once, without asking the guest, and returns
+	// when no process of it is left. It keeps what Discard would remove.
+	// Killing an ended machine succeeds.
+	Kill(ctx context.Context) error
+
+	// Exited is closed when the machine has ended, for whatever reason.
+	Exited() <-chan struct{}
+
+	// End tells why the machine ended; it is the zero End before Exited is
+	// closed. A machine that ended while no process watched it has reason
+	// "unknown", or "oom" where the kernel's own counters show it.
+	End() sandbox.End
+}
+
+// Spec is what a machine is made from. All paths are absolute.
+type Spec struct {
+	ID         string
+	Image      string // EROFS image, read-only, shared by many machines
+	Guest      string // static guest binary (supervisor and agent)
+	NetNS      string // path of the network namespace that is the machine's
+	Hostname   string
+	Resources  sandbox.Resources
+	MaxProcs   int               // processes that the guest may have; 0 is the driver's default
+	Supervisor map[string]string // environment of PID 1; holds no secret
+}
+
+// Stats is what a machine uses.
+type Stats struct {
+	MemoryBytes int64         // charged to the machine on the host, all its processes together
+	CPU         time.Duration // consumed since it was made
+	Processes   int           // host processes and threads
+	DiskBytes   int64         // host bytes of its writable disk; -1 where it can't be known
+}
+
+// Capability is Probe's answer.
+type Capability struct {
+	OK     bool
+	Reason string   // why not, or what was proven; one sentence
+	Hint   string   // how to mend it
+	Checks []string // what was looked at, one line each
+}
+
+// Ended is Adopt's error for a machine that the driver knows and that has
+// ended: End says why, as far as anybody watched. Its class is not_found.
+type Ended struct{ End sandbox.End }
+
+// Error implements error.
+func (e *Ended) Error() string {
+	return "the machine has ended: " + string(e.End.Reason) + " " + e.End.Detail
+}
+
+// Unwrap gives it its class.
+func (e *Ended) Unwrap() error {
+	return sandbox.Errorf(sandbox.NotFound, "machine_ended", "the machine has ended")
+}

@@ -1,0 +1,230 @@
+package guestlink
+
+import (
+	"context"
+	"errors"
+	"net"
+	"slices"
+	"time"
+
+	"connectrpc.com/connect"
+
+	"cloche.dev/cloche/internal/guestapi"
+	"cloche.dev/cloche/internal/guestapi/guestv1"
+)
+
+// listen accepts connections until the link is closed.
+func (l *Link) listen() {
+	for l.ctx.Err() == nil {
+		ln, err := l.cfg.Listen()
+		if err == nil && l.adopt(ln) {
+			err = l.accept(ln)
+			_ = ln.Close()
+		}
+		if l.ctx.Err() != nil {
+			return
+		}
+		l.cfg.Log.Warn("listening for the guest failed", "error", err)
+		select {
+		case <-l.ctx.Done():
+		case <-time.After(listenRetry):
+		}
+	}
+}
+
+// adopt notes the listener for Close, unless that has been called.
+func (l *Link) adopt(ln net.Listener) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.closed {
+		_ = ln.Close()
+		return false
+	}
+	l.ln = ln
+	return true
+}
+
+func (l *Link) accept(ln net.Listener) error {
+	for {
+		conn, err := ln.Accept()
+		if err != nil {
+			return err
+		}
+		if !l.admit(conn) {
+			continue
+		}
+		l.wg.Go(func() { l.handle(conn) })
+	}
+}
+
+// admit takes conn among the few that are yet to prove themselves. The oldest
+// makes room: an honest agent needs a millisecond, so whoever has waited
+// longest is least likely to be one.
+func (l *Link) admit(conn net.Conn) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.closed {
+		_ = conn.Close()
+		return false
+	}
+	flood := len(l.pending) >= maxPending
+	if flood {
+		_ = l.pending[0].Close()
+		l.pending = l.pending[1:]
+	}
+	l.pending = append(l.pending, conn)
+	if flood {
+		l.mu.Unlock()
+		time.Sleep(unprovenPause) // a guest that floods waits in its own queue
+		l.mu.Lock()
+	}
+	return true
+}
+
+// settled takes conn out of the pending ones. False means that it was pushed
+// out or that the link is closed.
+func (l *Link) settled(conn net.Conn) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	i := slices.Index(l.pending, conn)
+	if i < 0 {
+		return false
+	}
+	l.pending = slices.Delete(l.pending, i, i+1)
+	return !l.closed
+}
+
+// handle carries one connection through its handshake and, if it is the
+// control connection, through its life.
+func (l *Link) handle(conn net.Conn) {
+	_ = conn.SetDeadline(time.Now().Add(helloTimeout))
+	hello, answer, err := l.shake(conn)
+	if !l.settled(conn) || err != nil {
+		_ = conn.Close()
+		if err != nil && l.ctx.Err() == nil {
+			l.cfg.Log.Debug("a guest's hello was refused", "error", err)
+		}
+		return
+	}
+	if err := guestapi.WriteAnswer(conn, answer); err != nil || !answer.GetOk() {
+		_ = conn.Close()
+		return
+	}
+	_ = conn.SetDeadline(time.Time{})
+	p, err := newPeer(l.ctx, conn)
+	if err != nil {
+		l.cfg.Log.Debug("HTTP/2 with the guest failed", "error", err)
+		return
+	}
+	if hello.GetPurpose() == guestapi.PurposeExtra {
+		l.deliver(p, hello.GetTicket())
+		return
+	}
+	defer p.Close()
+	if err := l.welcome(p); err != nil {
+		l.cfg.Log.Warn("the guest's setup failed", "error", err)
+		return
+	}
+	l.live(p)
+}
+
+// shake reads the hello and decides what it is answered.
+func (l *Link) shake(conn net.Conn) (*guestv1.Hello, *guestv1.HelloAnswer, error) {
+	nonce, err := guestapi.Challenge(conn)
+	if err != nil {
+		return nil, nil, err
+	}
+	hello, err := guestapi.ReadHello(conn)
+	if err != nil {
+		return nil, nil, err
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	proven := guestapi.Proves(hello, l.cfg.Key, nonce)
+	control := hello.GetPurpose() == guestapi.PurposeControl
+	if !proven && (l.welcomed || !control || len(hello.GetProof()) != 0) {
+		return nil, nil, errors.New("no proof")
+	}
+	version, ok := guestapi.Negotiate(hello.GetMinVersion(), hello.GetMaxVersion())
+	if !ok {
+		return hello, &guestv1.HelloAnswer{Reason: "no common version of the protocol"}, nil
+	}
+	answer := &guestv1.HelloAnswer{Ok: true, Version: version}
+	if control {
+		answer.Epoch = l.cfg.Epoch
+		if !proven {
+			answer.Key = l.cfg.Key
+		}
+	} else if l.tickets[hello.GetTicket()] == nil {
+		return nil, nil, errors.New("unknown ticket")
+	}
+	return hello, answer, nil
+}
+
+// deliver hands an extra connection to who asked for it. A ticket is good once.
+func (l *Link) deliver(p *peer, ticket string) {
+	l.mu.Lock()
+	got := l.tickets[ticket]
+	delete(l.tickets, ticket)
+	if got != nil && !l.closed {
+		got <- p // has room for the one
+		p = nil
+	}
+	l.mu.Unlock()
+	if p != nil {
+		_ = p.Close()
+	}
+}
+
+// welcome gives the guest its setup, then records that it has its key.
+func (l *Link) welcome(p *peer) error {
+	ctx, cancel := context.WithTimeout(l.ctx, setupTimeout)
+	defer cancel()
+	if _, err := p.rpc.Setup(ctx, connect.NewRequest(l.setupNow())); err != nil {
+		return guestapi.FromRPC(err)
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.welcomed {
+		return nil
+	}
+	if l.cfg.Welcome != nil {
+		if err := l.cfg.Welcome(); err != nil {
+			return err
+		}
+	}
+	l.welcomed = true
+	return nil
+}
+
+// live publishes p, displacing an older one, until p ends.
+func (l *Link) live(p *peer) {
+	l.mu.Lock()
+	if l.closed {
+		l.mu.Unlock()
+		return
+	}
+	if l.control != nil {
+		_ = l.control.Close()
+	}
+	l.control = p
+	l.gen++
+	l.notify()
+	select {
+	case l.connected <- struct{}{}:
+	default:
+	}
+	l.mu.Unlock()
+	<-p.done
+	l.mu.Lock()
+	if l.control == p {
+		l.control = nil
+		l.notify()
+	}
+	l.mu.Unlock()
+}
+
+func (l *Link) notify() {
+	close(l.changed)
+	l.changed = make(chan struct{})
+}

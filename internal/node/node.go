@@ -1,0 +1,165 @@
+package node
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"sync"
+	"time"
+
+	"cloche.dev/cloche/internal/guestapi/guestv1/guestv1connect"
+	"cloche.dev/cloche/internal/node/driver"
+	"cloche.dev/cloche/internal/sandbox"
+)
+
+// Images finds a template's image by digest.
+type Images interface {
+	Image(ctx context.Context, digest string) (string, error)
+}
+
+// Networks makes and removes the machines' network namespaces, by id.
+type Networks interface {
+	Create(ctx context.Context, id string) (path string, err error)
+	Delete(ctx context.Context, id string) error
+	List(ctx context.Context) ([]string, error)
+}
+
+// Recorder is what the node tells about machines: whoever records the output
+// of their sessions.
+type Recorder interface {
+	// MachineReady is called at each new connection of a machine's agent.
+	MachineReady(ctx context.Context, sandbox string) error
+	// MachineEnded is called when the machine has ended. Calling it again
+	// changes nothing.
+	MachineEnded(ctx context.Context, sandbox string, end sandbox.End) error
+	// DeleteSandbox removes all that was recorded.
+	DeleteSandbox(ctx context.Context, sandbox string) error
+}
+
+// Guests finds the guest binaries that machines were made with, by hash.
+type Guests interface {
+	// Current returns the hash of the binary for new machines.
+	Current() string
+	// Path returns a binary's file.
+	Path(hash string) (string, error)
+}
+
+// Options make a Node.
+type Options struct {
+	StateDir    string // machines' journals are in StateDir/machines
+	Drivers     []driver.Driver
+	Default     string // name of the driver for requests that name none
+	Images      Images
+	Networks    Networks
+	Guests      Guests
+	Recorder    Recorder
+	Concurrency int           // creations at once
+	HelloWait   time.Duration // how long a new machine's agent may take to prove itself
+	MaxProcs    uint64        // processes of one user that is not root, in each sandbox
+	BootID      string        // of the host
+	Log         *slog.Logger
+}
+
+// Node carries machines. It implements sandbox.Node.
+type Node struct {
+	o       Options
+	drivers map[string]driver.Driver
+	slots   chan struct{}
+	wg      sync.WaitGroup // watchers
+	ctx     context.Context
+	stop    context.CancelFunc
+	adopted chan struct{} // closed when every machine of before is adopted or undone
+
+	mu       sync.Mutex
+	machines map[string]*machine
+	fences   map[string]int64 // newest generation seen, also of deleted machines
+	calls    map[string]*call // the one under way for each sandbox
+	waiting  int
+	changes  changes
+}
+
+var _ sandbox.Node = (*Node)(nil)
+
+// New makes a node. Nothing happens before Run.
+func New(o Options) (*Node, error) {
+	if err := os.MkdirAll(filepath.Join(o.StateDir, "machines"), 0o700); err != nil {
+		return nil, fmt.Errorf("make the machines' directory: %w", err)
+	}
+	n := &Node{
+		o: o, drivers: map[string]driver.Driver{}, slots: make(chan struct{}, o.Concurrency),
+		adopted: make(chan struct{}), machines: map[string]*machine{}, fences: map[string]int64{}, calls: map[string]*call{}, changes: newChanges(),
+	}
+	for _, d := range o.Drivers {
+		n.drivers[d.Name()] = d
+	}
+	n.ctx, n.stop = context.WithCancel(context.Background())
+	return n, nil
+}
+
+// Run adopts what lives, undoes what was not finished, collects what nothing
+// roots, and then waits for ctx to end. Machines live on after it.
+func (n *Node) Run(ctx context.Context) error {
+	n.recover(ctx)
+	close(n.adopted)
+	<-ctx.Done()
+	n.stop()
+	n.wg.Wait()
+	return nil
+}
+
+// Client returns the RPC client of a sandbox's agent, waiting for the agent
+// while ctx lasts.
+func (n *Node) Client(ctx context.Context, id string) (guestv1connect.GuestClient, error) {
+	m, err := n.live(ctx, id)
+	if err != nil {
+		return nil, err
+	}
+	return m.link.Client(ctx)
+}
+
+// Extra returns a client on a connection of its own, for one bulk transfer or
+// tunnel. The caller closes it.
+func (n *Node) Extra(ctx context.Context, id string) (guestv1connect.GuestClient, io.Closer, error) {
+	m, err := n.live(ctx, id)
+	if err != nil {
+		return nil, nil, err
+	}
+	return m.link.Extra(ctx)
+}
+
+// Stats tells what a sandbox's machine uses now.
+func (n *Node) Stats(ctx context.Context, id string) (driver.Stats, error) {
+	m, err := n.live(ctx, id)
+	if err != nil {
+		return driver.Stats{}, err
+	}
+	return m.driver.Stats(ctx)
+}
+
+// live returns the machine of a sandbox if it is up. After a start it waits
+// for adoption.
+func (n *Node) live(ctx context.Context, id string) (*machine, error) {
+	if err := n.settled(ctx); err != nil {
+		return nil, err
+	}
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	m := n.machines[id]
+	if m == nil || !m.ready || m.ctx.Err() != nil || m.journal.End != nil {
+		return nil, sandbox.Errorf(sandbox.FailedPrecondition, "not_running", "the sandbox has no running machine").
+			WithHint("look at its state with `cloche inspect`")
+	}
+	return m, nil
+}
+
+// Queue tells how many creations run and wait now.
+func (n *Node) Queue(context.Context) (running, waiting int, err error) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return len(n.slots), n.waiting, nil
+}
+
+func (n *Node) dir(id string) string { return filepath.Join(n.o.StateDir, "machines", id) }

@@ -1,0 +1,296 @@
+// Package server assembles the roles of `cloche serve` on one host: the store,
+// the node with its drivers, the session recorder, control and the two halves
+// of the API behind one listener. It holds no logic of its own beyond the
+// order in which things start and stop.
+//
+// Stopping ends none of the machines: they outlive the daemon, and the next
+// start adopts them.
+package server
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"runtime"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+
+	"cloche.dev/cloche/internal/auth"
+	"cloche.dev/cloche/internal/control"
+	"cloche.dev/cloche/internal/dataplane"
+	"cloche.dev/cloche/internal/httpapi"
+	"cloche.dev/cloche/internal/httpapi/rest"
+	"cloche.dev/cloche/internal/node"
+	"cloche.dev/cloche/internal/node/artifact"
+	"cloche.dev/cloche/internal/node/driver"
+	"cloche.dev/cloche/internal/node/driver/gvisor"
+	"cloche.dev/cloche/internal/node/netns"
+	"cloche.dev/cloche/internal/node/session"
+	"cloche.dev/cloche/internal/sandbox"
+	"cloche.dev/cloche/internal/store/sqlite"
+	"cloche.dev/cloche/internal/sys"
+	"cloche.dev/cloche/internal/template"
+)
+
+// Options are what `cloche serve` takes.
+type Options struct {
+	Listen   string // host:port
+	StateDir string // absolute
+	RunDir   string // absolute and short: sockets lie below it
+	Insecure bool   // plain HTTP on a listener that is not loopback
+	TLSCert  string // files; both or none
+	TLSKey   string
+	Version  string
+	Log      *slog.Logger
+}
+
+// maxRunDir keeps the paths of sockets below the kernel's 107 bytes.
+const maxRunDir = 48
+
+// shutdownWait is how long requests under way may take to end.
+const shutdownWait = 3 * time.Second
+
+// Run serves until ctx ends. Everything that it starts has ended when it
+// returns, but for the machines and the engine's control process.
+func Run(ctx context.Context, o Options) error {
+	if err := o.check(); err != nil {
+		return err
+	}
+	for _, dir := range []string{o.StateDir, o.RunDir} {
+		if err := os.MkdirAll(dir, 0o700); err != nil {
+			return fmt.Errorf("make %s: %w", dir, err)
+		}
+	}
+	lock, err := sys.TryLock(filepath.Join(o.StateDir, "lock"))
+	if errors.Is(err, sys.ErrLocked) {
+		return sandbox.Errorf(sandbox.Conflict, "state_in_use", "another daemon uses the state directory %s", o.StateDir).
+			WithHint("stop it, or give this one another --state-dir, --run-dir and --listen")
+	}
+	if err != nil {
+		return err
+	}
+	defer lock.Close()
+	listener, err := o.open(ctx)
+	if err != nil {
+		return err
+	}
+	defer listener.Close()
+	h, err := assemble(ctx, o)
+	if err != nil {
+		return err
+	}
+	defer h.close(o.Log)
+	return h.run(ctx, listener, o.Log)
+}
+
+// check refuses what can't be served safely.
+func (o Options) check() error {
+	if len(o.RunDir) > maxRunDir {
+		return sandbox.Errorf(sandbox.Invalid, "run_dir_too_long", "the run directory's path may have %d bytes at most, since sockets lie below it", maxRunDir).
+			WithHint("give a shorter --run-dir")
+	}
+	if (o.TLSCert == "") != (o.TLSKey == "") {
+		return sandbox.Errorf(sandbox.Invalid, "tls_half", "TLS needs both a certificate and a key")
+	}
+	host, _, err := net.SplitHostPort(o.Listen)
+	if err != nil {
+		return sandbox.Errorf(sandbox.Invalid, "bad_listen", "the address to listen on is not host:port: %w", err)
+	}
+	ip := net.ParseIP(host)
+	loopback := host == "localhost" || ip != nil && ip.IsLoopback()
+	if !loopback && o.TLSCert == "" && !o.Insecure {
+		return sandbox.Errorf(sandbox.Invalid, "plain_listener", "%s is not loopback, and keys would cross the network in clear", o.Listen).
+			WithHint("give --tls-cert and --tls-key, or --insecure behind a proxy that terminates TLS")
+	}
+	return nil
+}
+
+func (o Options) open(ctx context.Context) (net.Listener, error) {
+	l, err := (&net.ListenConfig{}).Listen(ctx, "tcp", o.Listen)
+	if err != nil {
+		return nil, sandbox.Errorf(sandbox.Unavailable, "cannot_listen", "%w", err).WithHint("is another daemon running there? --listen takes another address")
+	}
+	if o.TLSCert == "" {
+		return l, nil
+	}
+	cert, err := tls.LoadX509KeyPair(o.TLSCert, o.TLSKey)
+	if err != nil {
+		_ = l.Close()
+		return nil, sandbox.Errorf(sandbox.Invalid, "bad_certificate", "read the TLS certificate: %w", err)
+	}
+	return tls.NewListener(l, &tls.Config{Certificates: []tls.Certificate{cert}, MinVersion: tls.VersionTLS12}), nil
+}
+
+// host is the assembled roles of one host.
+type host struct {
+	store    *sqlite.Store
+	sessions *session.Manager
+	gvisor   *gvisor.Driver
+	node     *node.Node
+	control  *control.Control
+	handler  http.Handler
+}
+
+func assemble(ctx context.Context, o Options) (h *host, err error) {
+	h = &host{}
+	defer func() {
+		if err != nil {
+			h.close(o.Log)
+		}
+	}()
+	if h.store, err = sqlite.Open(ctx, filepath.Join(o.StateDir, "cloche.db"), time.Now); err != nil {
+		return nil, err
+	}
+	first, err := auth.Bootstrap(ctx, h.store, o.StateDir, time.Now)
+	if err != nil {
+		return nil, err
+	}
+	if first.Lost {
+		o.Log.Warn("the admin key's file is missing", "what_to_do", first.Instruct)
+	}
+	templates, err := template.Open(o.StateDir, template.Limits{})
+	if err != nil {
+		return nil, err
+	}
+	guests := &late{}
+	h.sessions, err = session.New(session.Options{
+		Dir: filepath.Join(o.StateDir, "sessions"), Guests: guests, Log: o.Log,
+		Retire: func(ctx context.Context, ref session.Ref) error { return h.store.DeleteSession(ctx, ref.Session) },
+	})
+	if err != nil {
+		return nil, err
+	}
+	if err = h.newNode(o, templates); err != nil {
+		return nil, err
+	}
+	guests.Node = h.node
+	h.control = control.New(control.Options{Store: h.store, Node: h.node, Builder: templates, MintKey: auth.Mint, Log: o.Log})
+	h.handler, err = h.face(o)
+	return h, err
+}
+
+// late is the recorder's way to the guests: the node needs the recorder to
+// exist, so the node comes second.
+type late struct{ *node.Node }
+
+func (h *host) newNode(o Options, images node.Images) error {
+	artifacts, err := artifact.Open(filepath.Join(o.StateDir, "artifacts"))
+	if err != nil {
+		return err
+	}
+	engine, err := artifacts.Embedded(artifact.EngineName)
+	if err != nil {
+		return err
+	}
+	guests, err := artifacts.Guests()
+	if err != nil {
+		return err
+	}
+	guest, err := guests.Path(guests.Current())
+	if err != nil {
+		return err
+	}
+	networks := netns.New(filepath.Join(o.RunDir, "netns"))
+	h.gvisor, err = gvisor.New(gvisor.Options{
+		StateDir: o.StateDir, RunDir: o.RunDir, Engine: engine.Path, Guest: guest, Networks: networks, Log: o.Log,
+	})
+	if err != nil {
+		return err
+	}
+	h.node, err = node.New(node.Options{
+		StateDir: o.StateDir, Drivers: []driver.Driver{h.gvisor}, Default: gvisor.Name,
+		Images: images, Networks: networks, Guests: guests, Recorder: h.sessions,
+		Concurrency: 2 * runtime.NumCPU(), HelloWait: time.Minute, MaxProcs: maxProcs, BootID: sys.HostBootID(), Log: o.Log,
+	})
+	return err
+}
+
+// maxProcs is how many processes one user that is not root may have in a
+// sandbox: enough for a build, and far below what the host's own bound on the
+// machine allows, so that a fork bomb meets EAGAIN and not the end of its
+// sandbox.
+const maxProcs = 1024
+
+func (h *host) face(o Options) (http.Handler, error) {
+	key, err := auth.LoadTokenKey(o.StateDir)
+	if err != nil {
+		return nil, err
+	}
+	router, err := rest.NewRouter(o.Log)
+	if err != nil {
+		return nil, err
+	}
+	keys, tokens := auth.NewVerifier(h.store), auth.NewTokens(key)
+	httpapi.New(httpapi.Options{Control: h.control, Keys: keys, Tokens: tokens, Version: o.Version, Driver: gvisor.Name}).Register(router)
+	dataplane.New(dataplane.Options{
+		Identities: h.control, Recorder: dataplane.Recorded(h.sessions), Guests: h.node, Keys: keys, Tokens: tokens, Log: o.Log,
+	}).Register(router)
+	return router, nil
+}
+
+// run starts the roles from the bottom up and stops them from the top down.
+func (h *host) run(ctx context.Context, listener net.Listener, log *slog.Logger) error {
+	below, stop := context.WithCancel(context.WithoutCancel(ctx))
+	defer stop()
+	g, below := errgroup.WithContext(below)
+	g.Go(func() error { return quiet(h.sessions.Run(below)) })
+	g.Go(func() error { return quiet(h.node.Run(below)) })
+	g.Go(func() error { return quiet(h.control.Run(below)) })
+
+	streams, cut := context.WithCancel(context.WithoutCancel(ctx))
+	defer cut()
+	srv := httpapi.NewServer(streams, h.handler, log)
+	g.Go(func() error {
+		if err := srv.Serve(listener); !errors.Is(err, http.ErrServerClosed) {
+			return fmt.Errorf("serve: %w", err)
+		}
+		return nil
+	})
+	log.Info("ready", "listen", listener.Addr().String())
+	select {
+	case <-ctx.Done():
+	case <-below.Done(): // one of the roles failed
+	}
+	cut()
+	wait, cancel := context.WithTimeout(context.WithoutCancel(ctx), shutdownWait)
+	defer cancel()
+	if err := srv.Shutdown(wait); err != nil {
+		_ = srv.Close()
+	}
+	stop()
+	return g.Wait()
+}
+
+func quiet(err error) error {
+	if errors.Is(err, context.Canceled) {
+		return nil
+	}
+	return err
+}
+
+// close ends what run left open, from the top down.
+func (h *host) close(log *slog.Logger) {
+	ctx, cancel := context.WithTimeout(context.Background(), shutdownWait)
+	defer cancel()
+	note := func(what string, err error) {
+		if err != nil {
+			log.Error("close "+what, "err", err)
+		}
+	}
+	if h.sessions != nil {
+		note("the sessions' logs", h.sessions.Close())
+	}
+	if h.gvisor != nil {
+		note("the gVisor driver", h.gvisor.Close(ctx))
+	}
+	if h.store != nil {
+		note("the store", h.store.Close())
+	}
+}

@@ -1,0 +1,107 @@
+package sqlite
+
+import (
+	"context"
+	"database/sql"
+	"encoding/json"
+	"errors"
+	"time"
+
+	"cloche.dev/cloche/internal/sandbox"
+)
+
+const sessionColumns = "id, project, sandbox, process, generation, key_id, created_at"
+
+func scanSession(r scanner) (s sandbox.Session, err error) {
+	var process string
+	var created int64
+	if err := r.Scan(&s.ID, &s.Project, &s.Sandbox, &process, &s.Generation, &s.Key, &created); err != nil {
+		return s, err
+	}
+	s.CreatedAt = when(created)
+	return s, json.Unmarshal([]byte(process), &s.Process)
+}
+
+func sessionByID(ctx context.Context, q queryer, project, sb, id string) (sandbox.Session, error) {
+	s, err := scanSession(q.QueryRowContext(ctx,
+		"SELECT "+sessionColumns+" FROM sessions WHERE id = ?1 AND (?2 = '' OR project = ?2) AND sandbox = ?3", id, project, sb))
+	if errors.Is(err, sql.ErrNoRows) {
+		return sandbox.Session{}, sandbox.Errorf(sandbox.NotFound, "session_not_found", "there is no session %s in that sandbox", id)
+	}
+	return s, mapError(ctx, err)
+}
+
+// CreateSession inserts a session of a running sandbox.
+func (s *Store) CreateSession(ctx context.Context, ses sandbox.Session, idem sandbox.Idempotency) (created sandbox.Session, replayed bool, err error) {
+	err = s.write(ctx, func(tx *sql.Tx) error {
+		sb, err := sandboxByID(ctx, tx, ses.Project, ses.Sandbox)
+		if err != nil {
+			return err
+		}
+		ses.Project = sb.Project
+		c := claim{ses.Project, "session.create/" + ses.Sandbox, idem, ses.CreatedAt}
+		first, _, ok, err := c.replay(ctx, tx)
+		if err != nil {
+			return err
+		}
+		if ok {
+			replayed = true
+			created, err = sessionByID(ctx, tx, ses.Project, ses.Sandbox, first)
+			return err
+		}
+		if sb.State != sandbox.StateRunning {
+			e := sandbox.Errorf(sandbox.FailedPrecondition, "not_running", "the sandbox is %s, not running", sb.State)
+			if sb.State.Transitional() && sb.State != sandbox.StateDeleting {
+				e = e.WithHint("wait for its operation to end, then try again").WithRetry(0)
+			}
+			return e
+		}
+		_, err = tx.ExecContext(ctx, "INSERT INTO sessions ("+sessionColumns+") VALUES (?,?,?,?,?,?,?)",
+			ses.ID, ses.Project, ses.Sandbox, encode(ses.Process), ses.Generation, ses.Key, nanos(ses.CreatedAt))
+		if isConstraint(err) {
+			return s.constraint(ctx, tx, ses.Project, "session", ses.ID)
+		}
+		if err != nil {
+			return err
+		}
+		if err := c.record(ctx, tx, ses.ID, ""); err != nil {
+			return err
+		}
+		created, err = sessionByID(ctx, tx, ses.Project, ses.Sandbox, ses.ID)
+		return err
+	})
+	return created, replayed, err
+}
+
+// Session returns one session of a sandbox.
+func (s *Store) Session(ctx context.Context, project, sb, id string) (sandbox.Session, error) {
+	return sessionByID(ctx, s.r, project, sb, id)
+}
+
+// Sessions lists a sandbox's sessions, newest first.
+func (s *Store) Sessions(ctx context.Context, project, sb string, p sandbox.Page) ([]sandbox.Session, string, error) {
+	if _, err := sandboxByID(ctx, s.r, project, sb); err != nil {
+		return nil, "", err
+	}
+	var w where
+	w.and("sandbox = ?", sb)
+	limit, err := w.page(p, sandbox.KindSession)
+	if err != nil {
+		return nil, "", err
+	}
+	tail, args := w.sql(limit)
+	list, err := collect(ctx, s.r, scanSession, "SELECT "+sessionColumns+" FROM sessions"+tail, args...)
+	if err != nil {
+		return nil, "", err
+	}
+	list, next := cut(list, limit, func(v sandbox.Session) (time.Time, string) { return v.CreatedAt, v.ID })
+	return list, next, nil
+}
+
+// DeleteSession removes a session's row. Idempotent.
+func (s *Store) DeleteSession(ctx context.Context, id string) error {
+	return s.write(ctx, func(tx *sql.Tx) error {
+		_, err := tx.ExecContext(ctx, "DELETE FROM sessions WHERE id = ?", id)
+		return err
+	})
+}

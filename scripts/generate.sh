@@ -15,21 +15,25 @@ generate() { # into directory $1
 			--connect-go_out="$out" --connect-go_opt=module=cloche.dev/cloche \
 			"$(basename "$proto")"
 	done < <(git ls-files -co --exclude-standard -- '*.proto')
-	# Each *.cfg.yaml names its output, beside itself.
+	# Each *.cfg.yaml names its output, beside itself; a name in the config would
+	# win over -o, so it is taken out.
 	while read -r config; do
 		target=$(dirname "$config")/$(sed -n 's/^output: *//p' "$config")
 		mkdir -p "$out/$(dirname "$target")"
-		"$tools/oapi-codegen" -config "$config" -o "$out/$target" api/openapi.yaml
+		sed '/^output:/d' "$config" >"$scratch/cfg.yaml"
+		"$tools/oapi-codegen" -config "$scratch/cfg.yaml" -o "$out/$target" api/openapi.yaml
 	done < <(git ls-files -co --exclude-standard -- '*.cfg.yaml')
 }
 
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
 if [ "${1:-}" != --check ]; then
 	generate .
 	exit
 fi
 
-out=$(mktemp -d)
-trap 'rm -rf "$out"' EXIT
+out=$scratch/tree
+mkdir "$out"
 generate "$out"
 bad=0
 while read -r file; do

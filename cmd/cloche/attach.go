@@ -25,6 +25,15 @@ type attachment struct {
 	stdin   bool // pass standard input on
 	tty     bool // the session has a terminal
 	offset  int64
+	signals chan os.Signal // of catchSignals; nil catches them for this attachment alone
+}
+
+// catchSignals keeps signals from ending this program, so that they can be
+// passed on. The caller stops it with signal.Stop.
+func catchSignals() chan os.Signal {
+	ch := make(chan os.Signal, 16)
+	signal.Notify(ch, os.Interrupt, syscall.SIGTERM, syscall.SIGHUP, syscall.SIGQUIT, syscall.SIGWINCH)
+	return ch
 }
 
 // again is how soon the next Ctrl-C means more than the one before.
@@ -42,6 +51,10 @@ func (a *app) attach(parent context.Context, at attachment) error {
 	defer helpers.Wait()
 	defer cancel(nil)
 
+	if at.signals == nil {
+		at.signals = catchSignals()
+		defer signal.Stop(at.signals)
+	}
 	restore, err := a.rawTerminal(at)
 	if err != nil {
 		return err
@@ -199,9 +212,6 @@ func (a *app) inputFault(ctx context.Context, err error) {
 // passSignals passes this program's signals on to the command, and the
 // window's size where it has a terminal.
 func (a *app) passSignals(ctx context.Context, detach context.CancelCauseFunc, at attachment) {
-	ch := make(chan os.Signal, 16)
-	signal.Notify(ch, os.Interrupt, syscall.SIGTERM, syscall.SIGHUP, syscall.SIGQUIT, syscall.SIGWINCH)
-	defer signal.Stop(ch)
 	var pressed int
 	var last time.Time
 	for {
@@ -209,7 +219,7 @@ func (a *app) passSignals(ctx context.Context, detach context.CancelCauseFunc, a
 		select {
 		case <-ctx.Done():
 			return
-		case sig = <-ch:
+		case sig = <-at.signals:
 		}
 		switch {
 		case sig == syscall.SIGWINCH:

@@ -1,6 +1,12 @@
-// Command cloche is Cloche's one program: the daemon (`cloche serve`) and the
-// command line for it, which speaks to a daemon through the public client and
-// does nothing that another client could not do.
+// Command cloche is Cloche's one program: the daemon, and the command line for
+// it. `cloche serve` hands its flags to internal/server and holds nothing else;
+// `cloche doctor` prints what internal/doctor found. Every other command speaks
+// to a daemon through the public client, and does nothing that another client
+// could not do.
+//
+// Errors become one line, a hint and an exit code here and nowhere else, as
+// docs/cli.md tells them. Whatever a command changed of its surroundings (the
+// terminal, a sandbox of `run --rm`) is put back on every way out.
 package main
 
 import (
@@ -43,9 +49,14 @@ func newRoot(a *app) *cobra.Command {
 		Short:         "Run untrusted code in isolated machines on hosts you own",
 		SilenceErrors: true,
 		SilenceUsage:  true,
-		Args:          cobra.NoArgs,
-		RunE:          func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
-		Version:       version,
+		Args: func(_ *cobra.Command, args []string) error {
+			if len(args) > 0 {
+				return &usageError{text: fmt.Sprintf("there is no command %q", args[0]), hint: "`cloche --help` lists the commands"}
+			}
+			return nil
+		},
+		RunE:    func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+		Version: version,
 	}
 	root.SetOut(a.out)
 	root.SetErr(a.err)
@@ -184,8 +195,6 @@ func explain(cmd *cobra.Command, err error) (message, hint string) {
 		if hint == "" && cmd != nil {
 			hint = fmt.Sprintf("`%s --help` says how it is used", cmd.CommandPath())
 		}
-	case strings.HasPrefix(message, "unknown command"):
-		hint = "`cloche --help` lists the commands"
 	}
 	return line(message), line(hint)
 }

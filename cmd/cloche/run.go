@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"os"
+	"os/signal"
 	"strings"
 	"time"
 
@@ -168,6 +169,8 @@ func (a *app) runOnce(ctx context.Context, req api.CreateSandboxRequest, spec ap
 		return err
 	}
 	var made string
+	stopped := func() {}
+	defer func() { stopped() }()
 	defer func() {
 		if made == "" {
 			return
@@ -192,11 +195,13 @@ func (a *app) runOnce(ctx context.Context, req api.CreateSandboxRequest, spec ap
 		spec.Args, err = templateCommand(creating, c, accepted.Sandbox.Digest)
 	}
 	p.end()
+	signals := catchSignals() // until the sandbox is deleted: the clean-up above runs before this is undone
+	stopped = func() { signal.Stop(signals) }
 	release()
 	if err != nil {
 		return err
 	}
-	return a.runIn(ctx, c, made, spec)
+	return a.runIn(ctx, c, made, spec, signals)
 }
 
 func templateCommand(ctx context.Context, c *client.Client, digest string) ([]string, error) {
@@ -208,12 +213,12 @@ func templateCommand(ctx context.Context, c *client.Client, digest string) ([]st
 }
 
 // runIn makes a session, attaches to it and ends as its command does.
-func (a *app) runIn(ctx context.Context, c *client.Client, sandbox string, spec api.ProcessSpec) error {
+func (a *app) runIn(ctx context.Context, c *client.Client, sandbox string, spec api.ProcessSpec, signals chan os.Signal) error {
 	s, err := c.CreateSession(ctx, sandbox, spec)
 	if err != nil {
 		return err
 	}
-	return a.attach(ctx, attachment{session: s, start: true, stdin: spec.Stdin, tty: spec.Tty != nil})
+	return a.attach(ctx, attachment{session: s, start: true, stdin: spec.Stdin, tty: spec.Tty != nil, signals: signals})
 }
 
 func newExec(a *app) *cobra.Command {
@@ -249,7 +254,9 @@ Ctrl-C goes to the command; a second one within two seconds kills it, a third on
 			if detach {
 				return a.startOnly(cmd.Context(), c, id, spec)
 			}
-			return a.runIn(cmd.Context(), c, id, spec)
+			signals := catchSignals()
+			defer signal.Stop(signals)
+			return a.runIn(cmd.Context(), c, id, spec, signals)
 		},
 	}
 	pf.add(cmd, true)

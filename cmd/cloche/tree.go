@@ -136,19 +136,20 @@ func writeIn(root *os.Root, name string, r io.Reader, perm fs.FileMode) (err err
 }
 
 // unpackTree unpacks a tar from a sandbox, which is hostile, into dir: its
-// topmost name becomes `as`. Nothing is written outside of dir (os.Root keeps
-// every name below it, symbolic links included); devices, set-id bits and
-// owners are dropped, and so are links that lead out of the tree.
+// topmost name becomes `as`. Nothing is written outside of dir: os.Root keeps
+// every name below it, and nothing is written through a link. Devices, set-id
+// bits and owners are dropped, and so are links that lead out of the tree, so
+// that whoever reads the tree later stays in it too.
 func unpackTree(tr *tar.Reader, dir, top, as string, leftOut func(string)) error {
 	root, err := os.OpenRoot(dir)
 	if err != nil {
 		return err
 	}
 	defer root.Close() //nolint:errcheck // only names
-	if err := mkdirIn(root, as); err != nil {
+	u := unpacker{root: root, top: top, as: as, leftOut: leftOut, real: map[string]bool{".": true}}
+	if err := u.directory(as); err != nil {
 		return err
 	}
-	u := unpacker{root: root, top: top, as: as, leftOut: leftOut}
 	for {
 		h, err := tr.Next()
 		if errors.Is(err, io.EOF) {
@@ -167,7 +168,8 @@ type unpacker struct {
 	root    *os.Root
 	top, as string
 	leftOut func(string)
-	dirs    []dirMode // whose permissions are set last, so that what is below can be written
+	dirs    []dirMode       // whose permissions are set last, so that what is below can be written
+	real    map[string]bool // directories that are no links; none is ever replaced
 }
 
 type dirMode struct {
@@ -200,21 +202,20 @@ func (u *unpacker) entry(h *tar.Header, r io.Reader) error {
 	switch h.Typeflag {
 	case tar.TypeDir:
 		u.dirs = append(u.dirs, dirMode{name, perm})
-		return mkdirIn(u.root, name)
+		return u.directory(name)
 	case tar.TypeReg:
 		if err := u.parents(name); err != nil {
 			return err
 		}
 		return writeIn(u.root, name, r, perm)
 	case tar.TypeSymlink:
-		if path.IsAbs(h.Linkname) || !filepath.IsLocal(path.Join(path.Dir(name), h.Linkname)) || !u.inside(path.Join(path.Dir(name), h.Linkname)) {
+		if !u.leadsInside(name, h.Linkname) {
 			u.leftOut(h.Name + " → " + h.Linkname + " (a link that leads out of the tree)")
 			return nil
 		}
-		if err := u.parents(name); err != nil {
+		if err := u.clear(name); err != nil {
 			return err
 		}
-		_ = u.root.Remove(name)
 		return u.root.Symlink(h.Linkname, name)
 	case tar.TypeLink:
 		old, ok := u.local(h.Linkname)
@@ -222,22 +223,83 @@ func (u *unpacker) entry(h *tar.Header, r io.Reader) error {
 			u.leftOut(h.Name + " (a link that leads out of the tree)")
 			return nil
 		}
-		if err := u.parents(name); err != nil {
+		if err := u.parents(old); err != nil {
 			return err
 		}
-		_ = u.root.Remove(name)
+		if err := u.clear(name); err != nil {
+			return err
+		}
 		return u.root.Link(old, name)
 	}
 	u.leftOut(h.Name + " (neither a file, a directory nor a link)")
 	return nil
 }
 
-func (u *unpacker) inside(name string) bool {
-	return name == u.as || strings.HasPrefix(name, u.as+"/")
+// leadsInside tells whether a symbolic link called name stays in the tree. Its
+// target may climb first and then descend, but not climb again: what it
+// descends through may be links, which stay in the tree by the same rule, and
+// whose parents are not those that the text of the target suggests.
+func (u *unpacker) leadsInside(name, target string) bool {
+	if target == "" || path.IsAbs(target) {
+		return false
+	}
+	descended := false
+	for part := range strings.SplitSeq(target, "/") {
+		switch part {
+		case "", ".":
+		case "..":
+			if descended {
+				return false
+			}
+		default:
+			descended = true
+		}
+	}
+	to := path.Join(path.Dir(name), target)
+	return to == u.as || strings.HasPrefix(to, u.as+"/")
 }
 
-func (u *unpacker) parents(name string) error {
-	return u.root.MkdirAll(path.Dir(name), 0o755)
+// parents makes the directories above a name.
+func (u *unpacker) parents(name string) error { return u.directory(path.Dir(name)) }
+
+// directory makes a directory and those above it, where they are missing, and
+// refuses a link in their place.
+func (u *unpacker) directory(name string) error {
+	if u.real[name] {
+		return nil
+	}
+	if err := u.parents(name); err != nil {
+		return err
+	}
+	info, err := u.root.Lstat(name)
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		err = u.root.Mkdir(name, 0o755)
+	case err == nil && !info.IsDir():
+		err = &os.PathError{Op: "make", Path: name, Err: errors.New("something that is no directory is in its place")}
+	}
+	if err == nil {
+		u.real[name] = true
+	}
+	return err
+}
+
+// clear makes room for a link: what is there is removed, unless it is a
+// directory.
+func (u *unpacker) clear(name string) error {
+	if err := u.parents(name); err != nil {
+		return err
+	}
+	info, err := u.root.Lstat(name)
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return nil
+	case err != nil:
+		return err
+	case info.IsDir():
+		return &os.PathError{Op: "link", Path: name, Err: errors.New("a directory is in its place")}
+	}
+	return u.root.Remove(name)
 }
 
 func (u *unpacker) finish() error {
@@ -247,15 +309,4 @@ func (u *unpacker) finish() error {
 		}
 	}
 	return nil
-}
-
-// mkdirIn makes a directory with its parents; one that is there is kept.
-func mkdirIn(root *os.Root, name string) error {
-	err := root.MkdirAll(name, 0o755)
-	if errors.Is(err, fs.ErrExist) {
-		if info, statErr := root.Stat(name); statErr == nil && info.IsDir() {
-			return nil
-		}
-	}
-	return err
 }

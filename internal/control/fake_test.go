@@ -135,7 +135,7 @@ func (n *fakeNode) set(f func(*fakeNode)) {
 type fakeBuilder struct {
 	mu      sync.Mutex
 	debian  func(ctx context.Context, progress func(string)) (sandbox.Built, error)
-	files   map[string]bool
+	files   []string // digests on the host
 	removed []string
 }
 
@@ -151,6 +151,8 @@ func (b *fakeBuilder) BuildDebian(ctx context.Context, _ sandbox.DebianSource, _
 }
 
 func (b *fakeBuilder) Image(context.Context, string) (string, error) { return "", nil }
+
+func (b *fakeBuilder) Digests(context.Context) ([]string, error) { return b.files, nil }
 
 func (b *fakeBuilder) Remove(_ context.Context, digest string) error {
 	b.mu.Lock()
@@ -291,4 +293,13 @@ func (w *world) del(id string) sandbox.Operation {
 	_, op, _, err := w.c.Delete(w.t.Context(), w.user, id, sandbox.Idempotency{})
 	w.must(err)
 	return op
+}
+
+// later lets d pass while control is down, which is cheaper than its loops, and
+// starts a new one.
+func (w *world) later(d time.Duration) {
+	w.t.Helper()
+	w.stop()
+	time.Sleep(d)
+	w.start()
 }

@@ -379,31 +379,29 @@ func TestTTL(t *testing.T) {
 		}
 		_, err = w.c.SetTTL(w.t.Context(), w.user, longer.ID, 0)
 		w.must(err)
-		time.Sleep(2 * time.Hour)
+		w.later(2 * time.Hour)
+		time.Sleep(3 * time.Second)
 		w.is(longer.ID, sandbox.StateRunning)
 	})
 }
-
-// rarely is for tests in which days pass.
-func rarely(o *control.Options) { o.ExpireEvery = time.Hour }
 
 func TestRowsAreKeptAndPruned(t *testing.T) {
 	bubble(t, func(w *world) {
 		sb := w.running()
 		op := w.del(sb.ID)
 		w.ended(op)
-		time.Sleep(23 * time.Hour)
+		w.later(23 * time.Hour)
 		w.is(sb.ID, sandbox.StateDeleted)
-		time.Sleep(3 * time.Hour)
+		w.later(3 * time.Hour)
 		if _, err := w.c.Get(w.t.Context(), w.user, sb.ID); !sandbox.IsClass(err, sandbox.NotFound) {
 			t.Errorf("a day later: %v", err)
 		}
 		w.op(op.ID)
-		time.Sleep(7 * 24 * time.Hour)
+		w.later(7 * 24 * time.Hour)
 		if _, err := w.c.Operation(w.t.Context(), w.user, op.ID, 0); !sandbox.IsClass(err, sandbox.NotFound) {
 			t.Errorf("a week later: %v", err)
 		}
-	}, rarely)
+	})
 }
 
 func TestDuplicates(t *testing.T) {
@@ -434,12 +432,12 @@ func TestDuplicates(t *testing.T) {
 		if n := len(w.node.created()); n != 1 {
 			t.Errorf("%d machines", n)
 		}
-		time.Sleep(25 * time.Hour)
+		w.later(25 * time.Hour)
 		_, _, replayed, err := w.c.CreateSandbox(w.t.Context(), w.user, control.CreateRequest{Template: "base"}, sandbox.Idempotency{Key: "k"})
 		if err != nil || replayed {
 			t.Errorf("a day later: %v %v", replayed, err)
 		}
-	}, rarely)
+	})
 }
 
 func TestDeletesRace(t *testing.T) {

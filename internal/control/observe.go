@@ -187,6 +187,7 @@ func (c *Control) prune(ctx context.Context) {
 	if err := c.store.Prune(ctx, now.Add(-keepDeleted), now.Add(-keepEnded), now.Add(-keepIdempoten)); err != nil {
 		c.logErr(ctx, "can't prune the store", err)
 	}
+	c.collectFiles(ctx)
 }
 
 // expireBatch bounds one round of expire.

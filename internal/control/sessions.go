@@ -67,9 +67,3 @@ func seenSession(who sandbox.Caller, ses sandbox.Session) sandbox.Session {
 	}
 	return ses
 }
-
-// DropSession removes a session's row once its retention is over or it was
-// never attached. It is for the data plane, not for users.
-func (c *Control) DropSession(ctx context.Context, id string) error {
-	return c.store.DeleteSession(ctx, id)
-}

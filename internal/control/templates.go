@@ -44,6 +44,18 @@ func (c *Control) doom(ctx context.Context, digest string) {
 	c.removeDoomed(context.WithoutCancel(ctx))
 }
 
+// collectFiles removes the files of templates that a crash left without a row.
+func (c *Control) collectFiles(ctx context.Context) {
+	digests, err := c.builder.Digests(ctx)
+	if err != nil {
+		c.logErr(ctx, "can't list the templates' files", err)
+		return
+	}
+	for _, digest := range digests {
+		c.doom(ctx, digest)
+	}
+}
+
 func (c *Control) removeDoomed(ctx context.Context) {
 	if c.files.makers > 0 {
 		return

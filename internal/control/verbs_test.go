@@ -127,11 +127,19 @@ func TestSessionNeedsARunningSandbox(t *testing.T) {
 		if _, _, err := w.c.CreateSession(ctx, w.user, sb.ID, p, sandbox.Idempotency{}); sandbox.AsError(err).Code != "not_running" {
 			t.Errorf("in a deleted sandbox: %v", err)
 		}
-		w.must(w.c.DropSession(ctx, first.ID))
-		if _, err := w.c.Session(ctx, w.user, sb.ID, first.ID); !sandbox.IsClass(err, sandbox.NotFound) {
-			t.Errorf("a dropped session: %v", err)
-		}
 	})
+}
+
+func TestFilesWithoutARowAreCollected(t *testing.T) {
+	const orphan = "sha256:bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb"
+	bubble(t, func(w *world) {
+		synctest.Wait() // the prune of the start
+		w.builder.mu.Lock()
+		defer w.builder.mu.Unlock()
+		if len(w.builder.removed) != 1 || w.builder.removed[0] != orphan {
+			t.Errorf("removed %q, want only the digest that no row has", w.builder.removed)
+		}
+	}, func(o *control.Options) { o.Builder.(*fakeBuilder).files = []string{digestA, orphan} })
 }
 
 func TestKeys(t *testing.T) {

@@ -188,6 +188,9 @@ func checkLimits(_ context.Context, o Options) Check {
 	if len(low) > 0 {
 		return Check{Status: Warn, Detail: strings.Join(low, "; "), Mend: strings.Join(mend, "; ")}
 	}
+	if len(found) == 0 {
+		return Check{Status: OK, Detail: "this kernel tells none"}
+	}
 	return Check{Status: OK, Detail: strings.Join(found, ", ")}
 }
 

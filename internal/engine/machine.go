@@ -11,7 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 	"gvisor.dev/gvisor/runsc/boot"
-	"gvisor.dev/gvisor/runsc/container"
+	gsandbox "gvisor.dev/gvisor/runsc/sandbox"
 
 	"cloche.dev/cloche/internal/node/cgroup"
 	"cloche.dev/cloche/internal/node/driver/gvisor/enginerpc"
@@ -134,14 +134,12 @@ func (c *control) answers(ctx context.Context, id string) error {
 	defer cancel()
 	got := make(chan error, 1)
 	go func() {
-		full := container.FullID{SandboxID: id, ContainerID: id}
-		box, err := container.Load(c.root(), full, container.LoadOpts{Exact: true, SkipCheck: true})
-		if err == nil {
-			var state boot.ContainerRuntimeState
-			state, err = box.Sandbox.ContainerRuntimeState(id)
-			if err == nil && state != boot.RuntimeStateRunning {
-				err = fmt.Errorf("its container is in state %d", state)
-			}
+		// Not container.Load: it makes a lock file anew that a discard of the
+		// machine has just removed.
+		box := &gsandbox.Sandbox{ID: id, ControlSocketPath: filepath.Join(c.root(), "runsc-"+id+".sock")}
+		state, err := box.ContainerRuntimeState(id)
+		if err == nil && state != boot.RuntimeStateRunning {
+			err = fmt.Errorf("its container is in state %d", state)
 		}
 		got <- err
 	}()

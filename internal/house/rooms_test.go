@@ -56,7 +56,7 @@ var rooms = []room{
 	{"internal/dataplane", []string{"api", "internal/auth", "internal/httpapi/rest", "internal/guestapi", "internal/node/session"}},
 	{"internal/server", []string{"…"}},
 
-	{"cmd/cloche", []string{"internal/server", "client", "api"}},
+	{"cmd/cloche", []string{"internal/server", "internal/doctor", "client", "api"}},
 	{"cmd/cloche-gvisor", []string{"internal/engine"}},
 	{"cmd/cloche-guest", []string{"internal/guest"}},
 

@@ -46,6 +46,8 @@ type Builder interface {
 	// Image returns the path of a template's image; NotFound when its files
 	// are not on this host, and Internal when they are not what they were.
 	Image(ctx context.Context, digest string) (string, error)
+	// Digests lists the templates whose files are on this host.
+	Digests(ctx context.Context) ([]string, error)
 	// Remove deletes a template's files. Idempotent.
 	Remove(ctx context.Context, digest string) error
 }

@@ -93,6 +93,7 @@ for p in glob.glob(sys.argv[1] + "/usr/lib/python3*/**/*.pyc", recursive=True):
     with open(p, "rb") as f: head = f.read(16)
     flags, mtime, size = struct.unpack("<III", head[4:])
     src = os.path.join(os.path.dirname(os.path.dirname(p)), os.path.basename(p).split(".")[0] + ".py")
+    if os.path.islink(src) and os.readlink(src).startswith("/"): src = sys.argv[1] + os.readlink(src)
     if not os.path.exists(src): continue
     st = os.stat(src)
     total += 1

@@ -204,6 +204,22 @@ func (s *Store) Manifest(ctx context.Context, digest string) (Manifest, error) {
 	return readManifest(place, digest)
 }
 
+// Digests implements sandbox.Builder.
+func (s *Store) Digests(context.Context) ([]string, error) {
+	entries, err := os.ReadDir(s.dir)
+	if err != nil {
+		return nil, fmt.Errorf("list the templates: %w", err)
+	}
+	var all []string
+	for _, e := range entries {
+		digest := "sha256:" + e.Name()
+		if _, err := digestHex(digest); err == nil {
+			all = append(all, digest)
+		}
+	}
+	return all, nil
+}
+
 // Remove implements sandbox.Builder. Machines that have the image open keep it.
 func (s *Store) Remove(ctx context.Context, digest string) error {
 	place, unlock, err := s.find(ctx, digest)

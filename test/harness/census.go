@@ -113,7 +113,7 @@ func (d *Daemon) cgroups() []string {
 // and removes its directories. After a failed test it keeps the log.
 func (d *Daemon) cleanup(dir string) {
 	if d.Running() {
-		for id := range strings.Lines(d.CLI("ls", "--quiet").Stdout) {
+		for id := range strings.Lines(d.CLI("ls", "--ids").Stdout) {
 			d.CLI("rm", "--force", strings.TrimSpace(id))
 		}
 		if left := d.WaitCensus(20 * time.Second); len(left) > 0 {

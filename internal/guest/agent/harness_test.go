@@ -174,7 +174,11 @@ func (g *guest) dir() string {
 
 // read is a file's content, "" where there is none.
 func (g *guest) read(path string) string {
-	s, err := g.c.Read(g.ctx(30*time.Second), connect.NewRequest(&guestv1.ReadRequest{Path: path, Whole: true}))
+	c, err := g.link.Client(g.ctx(10 * time.Second))
+	if err != nil {
+		return ""
+	}
+	s, err := c.Read(g.ctx(30*time.Second), connect.NewRequest(&guestv1.ReadRequest{Path: path, Whole: true}))
 	if err != nil {
 		return ""
 	}
@@ -205,8 +209,19 @@ func (g *guest) start(m *guestv1.StartRequest) string {
 	if m.Session == "" {
 		m.Session = sandbox.NewID(sandbox.KindSession)
 	}
-	if _, err := g.c.Start(g.ctx(30*time.Second), connect.NewRequest(m)); err != nil {
-		g.t.Fatalf("start: %v", err)
+	ctx := g.ctx(30 * time.Second)
+	for { // a start may be repeated, and some tests kill the agent
+		c, err := g.link.Client(ctx)
+		if err == nil {
+			_, err = c.Start(ctx, connect.NewRequest(m))
+		}
+		if err == nil {
+			break
+		}
+		if connect.CodeOf(err) != connect.CodeUnavailable || ctx.Err() != nil {
+			g.t.Fatalf("start: %v", err)
+		}
+		time.Sleep(10 * time.Millisecond)
 	}
 	return m.Session
 }

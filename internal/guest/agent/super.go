@@ -52,21 +52,18 @@ func (s *super) call(ctx context.Context, op wire.Op, req, resp wire.Message) er
 	id := s.next
 	s.pending[id] = c
 	s.mu.Unlock()
-	var body []byte
-	if req != nil {
-		body = wire.Marshal(req)
+	frame := wire.AppendFrame(nil, op, id, req)
+	if len(frame) > wire.MaxFrame {
+		return s.forget(id, sandbox.Errorf(sandbox.Invalid, "too_large", "the request has %d bytes", len(frame)))
 	}
-	if len(body) > wire.MaxFrame/2 {
-		return s.forget(id, sandbox.Errorf(sandbox.Invalid, "too_large", "the request has %d bytes", len(body)))
-	}
-	if err := s.write(op, id, body); err != nil {
+	if err := s.write(frame); err != nil {
 		return s.forget(id, err)
 	}
 	select {
 	case f := <-c:
 		return answer(f, resp)
 	case <-ctx.Done():
-		_ = s.write(wire.OpCancel, id, nil) // nothing more to do if it has gone
+		_ = s.write(wire.AppendFrame(nil, wire.OpCancel, id, nil)) // nothing more to do if it has gone
 		return s.forget(id, ctx.Err())
 	case <-s.gone:
 		return s.forget(id, sandbox.Errorf(sandbox.Unavailable, "supervisor_gone", "the supervisor hung up"))
@@ -91,8 +88,7 @@ func (s *super) forget(id uint64, err error) error {
 	return err
 }
 
-func (s *super) write(op wire.Op, id uint64, body []byte) error {
-	frame := append(wire.AppendHead(make([]byte, 0, len(body)+16), op, id, len(body)), body...)
+func (s *super) write(frame []byte) error {
 	s.wmu.Lock()
 	defer s.wmu.Unlock()
 	_, err := s.conn.Write(frame)

@@ -152,8 +152,11 @@ func (x *extractor) refused(h *tar.Header, err error) error {
 
 // parents makes missing directories; they belong to whom the tree is given to.
 func (x *extractor) parents(dir string) error {
-	if st, err := x.root.Stat(dir); err == nil && st.IsDir() {
+	switch st, err := x.root.Stat(dir); {
+	case err == nil && st.IsDir():
 		return nil
+	case err != nil && !errors.Is(err, unix.ENOENT):
+		return err
 	}
 	if up := path.Dir(dir); up != "." {
 		if err := x.parents(up); err != nil {

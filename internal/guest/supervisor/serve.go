@@ -82,18 +82,21 @@ func (l *link) cancel(id uint64) {
 // reply sends an answer. Failing to means that the agent has gone, which the
 // reader notices.
 func (l *link) reply(id uint64, m wire.Message, err error) {
-	op, body := wire.OpReply, []byte(nil)
+	op := wire.OpReply
 	if err != nil {
 		e := sandbox.AsError(err)
-		op, body = wire.OpError, wire.Marshal(&wire.Error{Class: string(e.Class), Code: e.Code, Text: e.Message})
-	} else if m != nil {
-		body = wire.Marshal(m)
+		op, m = wire.OpError, &wire.Error{Class: string(e.Class), Code: e.Code, Text: e.Message}
 	}
-	frame := append(wire.AppendHead(make([]byte, 0, len(body)+16), op, id, len(body)), body...)
+	buf := frames.Get().(*[]byte)
+	defer frames.Put(buf)
+	*buf = wire.AppendFrame((*buf)[:0], op, id, m)
 	l.wmu.Lock()
 	defer l.wmu.Unlock()
-	_, _ = l.conn.Write(frame)
+	_, _ = l.conn.Write(*buf)
 }
+
+// frames are buffers for replies, of which those with output are large.
+var frames = sync.Pool{New: func() any { return new([]byte) }}
 
 // do carries out one request.
 func (l *link) do(ctx context.Context, f wire.Frame) (wire.Message, error) {

@@ -24,6 +24,15 @@ const (
 	killAfter  = 5 * time.Second
 )
 
+// A command that writes little at a time, but all the time, would cost several
+// wake-ups of every process on the way for each write. So what comes within
+// gatherTime of what came before may wait that long, unless it is much.
+const (
+	gatherTime = time.Millisecond
+	gatherRead = 16 << 10
+	gatherSend = 64 << 10
+)
+
 // source is one pipe or terminal that a session's output comes from.
 type source struct {
 	file   *os.File
@@ -50,6 +59,7 @@ type session struct {
 	reused   bool // another session's process has our pid, so our group is gone
 	exit     wire.Exit
 	lastRead time.Time
+	lastSent time.Time
 	changed  chan struct{} // closed and replaced at each change
 	timers   []*time.Timer
 }
@@ -68,6 +78,7 @@ func (s *session) notify() {
 func (s *session) pump(src *source) {
 	defer src.file.Close()
 	raw, err := src.file.SyscallConn()
+	var last time.Time
 	for err == nil && s.waitRoom() {
 		n, rerr := 0, error(nil)
 		err = raw.Read(func(fd uintptr) bool {
@@ -77,6 +88,10 @@ func (s *session) pump(src *source) {
 		if err == nil && rerr != unix.ENOBUFS && (rerr != nil || n == 0) {
 			break
 		}
+		if n > 0 && n < gatherRead && time.Since(last) < 2*gatherTime {
+			time.Sleep(gatherTime)
+		}
+		last = time.Now()
 	}
 	s.mu.Lock()
 	src.done = true
@@ -228,6 +243,7 @@ func (s *session) finish() {
 
 // fetch waits for output at offset or the exit.
 func (s *session) fetch(ctx context.Context, offset uint64) (*wire.Fetched, error) {
+	var gathered <-chan time.Time
 	for {
 		s.mu.Lock()
 		switch {
@@ -238,7 +254,19 @@ func (s *session) fetch(ctx context.Context, offset uint64) (*wire.Fetched, erro
 			base, end := s.log.base, s.log.end
 			s.mu.Unlock()
 			return nil, sandbox.Errorf(sandbox.Invalid, "offset_out_of_range", "output from %d to %d is held, not %d", base, end, offset)
+		case s.gathers(offset) && gathered == nil:
+			s.mu.Unlock()
+			t := time.NewTimer(gatherTime)
+			defer t.Stop()
+			gathered = t.C
+			select {
+			case <-gathered:
+			case <-ctx.Done():
+				return nil, ctx.Err()
+			}
+			continue
 		case offset < s.log.end || s.exited:
+			s.lastSent = time.Now()
 			f := new(wire.Fetched)
 			s.log.fetch(offset, f)
 			if s.exited && offset+uint64(len(f.Data)) == s.log.end {
@@ -255,6 +283,12 @@ func (s *session) fetch(ctx context.Context, offset uint64) (*wire.Fetched, erro
 			return nil, ctx.Err()
 		}
 	}
+}
+
+// gathers tells whether output should wait for more. The lock is held.
+func (s *session) gathers(offset uint64) bool {
+	n := s.log.end - offset
+	return n > 0 && n < gatherSend && !s.exited && time.Since(s.lastSent) < 2*gatherTime
 }
 
 func (s *session) ack(offset uint64) error {

@@ -34,9 +34,9 @@ type State struct {
 
 // Encode implements Message.
 func (m *State) Encode(e *Encoder) {
-	e.String(string(m.Key))
+	e.Bytes(m.Key)
 	e.Uint(m.Epoch)
-	e.String(string(m.Setup))
+	e.Bytes(m.Setup)
 	e.Uint(m.MaxProcs)
 }
 
@@ -151,7 +151,7 @@ func (m *Fetched) Encode(e *Encoder) {
 		e.String(m.Exit.Text)
 		e.Int(m.Exit.UnixNano)
 	}
-	e.String(string(m.Data))
+	e.Bytes(m.Data)
 }
 
 // Decode implements Message.
@@ -203,7 +203,7 @@ type Stdin struct {
 func (m *Stdin) Encode(e *Encoder) {
 	e.String(m.Session)
 	e.Uint(m.Offset)
-	e.String(string(m.Data))
+	e.Bytes(m.Data)
 	e.Bool(m.Close)
 }
 

@@ -57,11 +57,17 @@ type Frame struct {
 	Body []byte
 }
 
-// AppendHead appends the head of a frame whose body has n bytes.
-func AppendHead(b []byte, op Op, id uint64, n int) []byte {
-	b = binary.BigEndian.AppendUint32(b, uint32(n+headSize-4))
-	b = append(b, byte(op))
-	return binary.BigEndian.AppendUint64(b, id)
+// AppendFrame appends a whole frame; m may be nil. The output of a Fetched is
+// most of what is ever sent, so nothing is copied twice here.
+func AppendFrame(b []byte, op Op, id uint64, m Message) []byte {
+	at := len(b)
+	b = append(b, 0, 0, 0, 0, byte(op))
+	e := Encoder{B: binary.BigEndian.AppendUint64(b, id)}
+	if m != nil {
+		m.Encode(&e)
+	}
+	binary.BigEndian.PutUint32(e.B[at:], uint32(len(e.B)-at-4))
+	return e.B
 }
 
 // Read reads one frame.
@@ -107,6 +113,12 @@ func (e *Encoder) Bool(v bool) {
 	} else {
 		e.Uint(0)
 	}
+}
+
+// Bytes appends bytes.
+func (e *Encoder) Bytes(v []byte) {
+	e.Uint(uint64(len(v)))
+	e.B = append(e.B, v...)
 }
 
 // String appends a string.

@@ -12,22 +12,26 @@ import (
 )
 
 // Model compares random histories of verbs, ends and observations with a
-// simple model, and checks the invariants after each step.
+// simple model: the row at hand after each step, all of them after
+// each history, the invariants at the end. Every history has a project of its own in one store.
 func Model(t *testing.T, open Open) {
+	clock := time.Unix(1_800_000_000, 0).UTC()
+	s := open(t, func() time.Time { return clock })
 	rapid.Check(t, func(r *rapid.T) {
-		clock := time.Unix(1_800_000_000, 0).UTC()
-		m := &machine{ctx: context.Background(), clock: &clock, rows: map[string]*row{}}
-		m.s = open(t, func() time.Time { return *m.clock })
-		defer func() { _ = m.s.Close() }() // closed again by the opener's own cleanup
+		m := &machine{ctx: context.Background(), s: s, clock: &clock, rows: map[string]*row{}}
 		m.prepare(r)
 		r.Repeat(map[string]func(*rapid.T){
 			"create":  m.create,
 			"begin":   m.begin,
 			"finish":  m.finish,
 			"observe": m.observe,
-			"":        m.check,
+			"":        func(r *rapid.T) { m.check(r, m.at) },
 		})
+		m.check(r, m.ids...)
 	})
+	if err := CheckInvariants(t.Context(), s); err != nil {
+		t.Fatal(err)
+	}
 }
 
 // machine is the model: what each row should be.
@@ -39,6 +43,7 @@ type machine struct {
 	rows    map[string]*row
 	ids     []string
 	ops     []modelOp
+	at      string // the sandbox of the step at hand
 }
 
 type row struct {
@@ -74,7 +79,7 @@ func (m *machine) create(r *rapid.T) {
 		r.Fatal(err)
 	}
 	m.rows[sb.ID] = &row{sandbox.StateCreating, 1, op.ID}
-	m.ids = append(m.ids, sb.ID)
+	m.ids, m.at = append(m.ids, sb.ID), sb.ID
 	m.ops = append(m.ops, modelOp{op.ID, sb.ID, sandbox.VerbCreate, 1})
 }
 
@@ -82,7 +87,8 @@ func (m *machine) pick(r *rapid.T) string {
 	if len(m.ids) == 0 {
 		r.Skip("no sandbox yet")
 	}
-	return rapid.SampledFrom(m.ids).Draw(r, "sandbox")
+	m.at = rapid.SampledFrom(m.ids).Draw(r, "sandbox")
+	return m.at
 }
 
 func (m *machine) begin(r *rapid.T) {
@@ -130,6 +136,7 @@ func (m *machine) finish(r *rapid.T) {
 	if rapid.Bool().Draw(r, "fails") {
 		failure = sandbox.Errorf(sandbox.Internal, "x", "x")
 	}
+	m.at = op.sandbox
 	want := m.rows[op.sandbox]
 	fresh := want.operation == op.id
 	allowed := false
@@ -172,15 +179,16 @@ func (m *machine) observe(r *rapid.T) {
 	}
 }
 
-func (m *machine) check(r *rapid.T) {
-	for id, want := range m.rows {
+func (m *machine) check(r *rapid.T, ids ...string) {
+	for _, id := range ids {
+		want := m.rows[id]
+		if want == nil {
+			continue // nothing has happened yet
+		}
 		got, err := m.s.Sandbox(m.ctx, m.project, id)
 		if err != nil || got.State != want.state || got.Generation != want.generation || got.Operation != want.operation {
 			r.Fatalf("row %+v, %v; model %+v", got, err, want)
 		}
-	}
-	if err := CheckInvariants(m.ctx, m.s); err != nil {
-		r.Fatal(err)
 	}
 }
 

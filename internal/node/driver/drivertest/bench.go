@@ -19,7 +19,7 @@ import (
 )
 
 // patience bounds every wait for something that ought to happen soon.
-const patience = 15 * time.Second
+const patience = 10 * time.Second
 
 // bench is one clause at work.
 type bench struct {

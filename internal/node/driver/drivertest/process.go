@@ -72,10 +72,10 @@ var processClauses = []Clause{
 		b.want("the directory", x.user("cwd"), "/home/user")
 	}},
 	{"timeout", "A command that takes longer than it may is ended, and told so.", func(b *bench) {
-		m := as("user", "sleep", "30")
+		m := as("user", "sleep", "8")
 		m.TimeoutMs = 300
 		started := time.Now()
-		if e := b.box().do(m).exit; e.GetReason() != "timeout" || time.Since(started) > 10*time.Second {
+		if e := b.box().do(m).exit; e.GetReason() != "timeout" || time.Since(started) > 6*time.Second {
 			b.Errorf("after %v: %v", time.Since(started), e)
 		}
 	}},
@@ -106,7 +106,7 @@ var processClauses = []Clause{
 	}},
 	{"orphans-dont-delay", "The exit is told when the main process ends, though a child of it holds stdout.", func(b *bench) {
 		started := time.Now()
-		if e := b.box().do(as("user", "detach")).exit; e.GetCode() != 0 || time.Since(started) > 10*time.Second {
+		if e := b.box().do(as("user", "detach")).exit; e.GetCode() != 0 || time.Since(started) > 6*time.Second {
 			b.Errorf("after %v: %v", time.Since(started), e)
 		}
 	}},

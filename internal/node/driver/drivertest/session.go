@@ -26,13 +26,7 @@ type result struct {
 
 func (x *box) client() guestv1connect.GuestClient {
 	x.b.Helper()
-	ctx, cancel := x.b.within(patience)
-	defer cancel()
-	c, err := x.link.Client(ctx)
-	if err != nil {
-		x.b.Fatalf("no client of the guest: %v", err)
-	}
-	return c
+	return x.reach(x.b.ctx)
 }
 
 // start starts a session and returns its id.
@@ -92,28 +86,35 @@ func (x *box) follow(session string, r *result, enough func() bool) {
 	x.b.Helper()
 	ctx, cancel := x.b.within(sessionTimeout)
 	defer cancel()
-	for r.exit == nil && (enough == nil || !enough()) {
-		c, err := x.link.Client(ctx)
-		if err == nil {
-			err = followOnce(ctx, c, session, r, enough)
+	go func() { // ends with ctx, if not before
+		select {
+		case <-x.m.Exited():
+			cancel()
+		case <-ctx.Done():
 		}
+	}()
+	for r.exit == nil && (enough == nil || !enough()) {
+		err := followOnce(ctx, x.reach(ctx), session, r, enough)
 		if err == nil || r.exit != nil {
 			continue
 		}
-		if code := connect.CodeOf(err); ctx.Err() != nil || code == connect.CodeNotFound || code == connect.CodeInvalidArgument || x.gone() {
-			x.b.Fatalf("follow at %d (%q, %q): %v", r.offset, ends(r.out.Bytes()), ends(r.err.Bytes()), err)
+		if code := connect.CodeOf(err); ctx.Err() != nil || code == connect.CodeNotFound || code == connect.CodeInvalidArgument {
+			x.b.Fatalf("follow at %d (%q, %q): %v; the machine's end: %+v", r.offset, ends(r.out.Bytes()), ends(r.err.Bytes()), err, x.m.End())
 		}
 		time.Sleep(5 * time.Millisecond)
 	}
 }
 
-func (x *box) gone() bool {
-	select {
-	case <-x.m.Exited():
-		return true
-	default:
-		return false
+// reach waits for the agent.
+func (x *box) reach(ctx context.Context) guestv1connect.GuestClient {
+	x.b.Helper()
+	ctx, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
+	c, err := x.link.Client(ctx)
+	if err != nil {
+		x.b.Fatalf("the agent is gone: %v; the machine's end: %+v", err, x.m.End())
 	}
+	return c
 }
 
 func ends(b []byte) []byte { return b[max(0, len(b)-200):] }

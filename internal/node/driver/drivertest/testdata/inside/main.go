@@ -195,7 +195,7 @@ func family([]string) {
 
 // detach ends while a child of it keeps its stdout open.
 func detach([]string) {
-	spawn(&os.ProcAttr{Sys: &syscall.SysProcAttr{Setsid: true}}, "sleep", "20")
+	spawn(&os.ProcAttr{Sys: &syscall.SysProcAttr{Setsid: true}}, "sleep", "8")
 }
 
 // orphan leaves children behind that end after it.

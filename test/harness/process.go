@@ -1,0 +1,76 @@
+package harness
+
+import (
+	"bytes"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+)
+
+// Usage is what a host process occupies.
+type Usage struct {
+	FDs, Threads int
+	RSS          int64 // bytes
+}
+
+// UsageOf reads a process's usage; the zero Usage when it is gone.
+func UsageOf(pid string) Usage {
+	var u Usage
+	fds, _ := os.ReadDir(filepath.Join("/proc", pid, "fd"))
+	u.FDs = len(fds)
+	status, _ := os.ReadFile(filepath.Join("/proc", pid, "status"))
+	for line := range bytes.Lines(status) {
+		f := strings.Fields(string(line))
+		if len(f) < 2 {
+			continue
+		}
+		n, _ := strconv.ParseInt(f[1], 10, 64)
+		switch f[0] {
+		case "Threads:":
+			u.Threads = int(n)
+		case "VmRSS:":
+			u.RSS = n << 10
+		}
+	}
+	return u
+}
+
+// Usage is the daemon's own.
+func (d *Daemon) Usage() Usage { return UsageOf(strconv.Itoa(d.Pid())) }
+
+// ControlFDs is how many descriptors the engine's control processes hold.
+func (d *Daemon) ControlFDs() int {
+	n := 0
+	for _, pid := range d.ControlProcesses() {
+		n += UsageOf(pid).FDs
+	}
+	return n
+}
+
+// For returns the daemon as another test sees it: its failures are tb's. Only
+// the daemon that Start returned may be killed, stopped and started.
+func (d *Daemon) For(tb testing.TB) *Daemon {
+	c := *d
+	c.tb = tb
+	return &c
+}
+
+// DemandLevel demands that the descriptors of the daemon and of the engine's
+// control process return to the level of before, with a little room for
+// connections that are kept for the next call.
+func (d *Daemon) DemandLevel(before, control int) {
+	d.tb.Helper()
+	const room = 6
+	var now, ctl int
+	for end := time.Now().Add(20 * time.Second); time.Now().Before(end); time.Sleep(100 * time.Millisecond) {
+		now, ctl = d.Usage().FDs, d.ControlFDs()
+		if now <= before+room && ctl <= control+room {
+			d.tb.Logf("descriptors: daemon %d (before: %d), control process %d (before: %d)", now, before, ctl, control)
+			return
+		}
+	}
+	d.tb.Errorf("descriptors stay: daemon %d (before: %d), control process %d (before: %d)", now, before, ctl, control)
+}

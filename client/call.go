@@ -40,7 +40,7 @@ func (c *Client) do(ctx context.Context, k call, out any) error {
 	if err != nil {
 		return err
 	}
-	defer resp.Body.Close() //nolint:errcheck // only read
+	defer resp.Body.Close()
 	if out == nil || resp.StatusCode == http.StatusNoContent {
 		_, _ = io.Copy(io.Discard, io.LimitReader(resp.Body, maxProblem))
 		return nil
@@ -119,7 +119,7 @@ func (c *Client) again(k call, err error, attempt int) (time.Duration, bool) {
 // of a daemon that comes back do not come in step.
 func backoff(attempt int) time.Duration {
 	d := min(100*time.Millisecond<<min(attempt, 5), 3*time.Second)
-	return d/2 + time.Duration(mrand.Int64N(int64(d)))
+	return d/2 + time.Duration(mrand.Int64N(int64(d))) //nolint:gosec // jitter is no secret
 }
 
 // sleep waits, or returns ctx's error.

@@ -191,7 +191,7 @@ func TestStreamEndsWithContext(t *testing.T) {
 		<-r.Context().Done()
 	}), client.Options{})
 	st := c.Session("s", "x").Attach(client.StreamOptions{})
-	defer st.Close() //nolint:errcheck // returns nil
+	defer st.Close()
 	if e, err := st.Next(t.Context()); err != nil || string(e.Data) != "a" {
 		t.Fatalf("%+v %v", e, err)
 	}

@@ -68,7 +68,7 @@ const maxProblem = 64 << 10
 
 // problemOf reads a refusing answer and closes it.
 func problemOf(resp *http.Response) *Error {
-	defer resp.Body.Close() //nolint:errcheck // only read
+	defer resp.Body.Close()
 	body, _ := io.ReadAll(io.LimitReader(resp.Body, maxProblem))
 	e := &Error{Status: resp.StatusCode, RetryAfter: retryAfter(resp.Header.Get("Retry-After"))}
 	var p api.Problem

@@ -15,7 +15,7 @@ import (
 // be the only writer of its session, and belongs to one goroutine.
 type Stdin struct {
 	s      *Session
-	ctx    context.Context //nolint:containedctx // io.Writer has no room for one
+	ctx    context.Context
 	offset int64
 }
 

@@ -96,10 +96,9 @@ func (st *Stream) Next(ctx context.Context) (api.StreamEvent, error) {
 }
 
 // Close drops the connection. The command runs on.
-func (st *Stream) Close() error {
+func (st *Stream) Close() {
 	st.ended = true
 	st.drop()
-	return nil
 }
 
 func (st *Stream) drop() {
@@ -116,7 +115,7 @@ func (st *Stream) connect(ctx context.Context) error {
 	whole, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	stop := context.AfterFunc(ctx, cancel)
 	defer stop()
-	resp, err := st.s.c.sendOnce(whole, call{
+	resp, err := st.s.c.sendOnce(whole, call{ //nolint:bodyclose // drop closes it
 		method: st.method, path: st.s.path("/attach"), token: st.s.Token,
 		query:  query("offset", strconv.FormatInt(st.offset, 10)),
 		header: accept("application/octet-stream"),
@@ -238,7 +237,7 @@ func (st *Stream) retry(ctx context.Context, err error) error {
 // command ended; nil where the log ends without that being known, with an
 // Error that says why.
 func (st *Stream) Copy(ctx context.Context, stdout, stderr io.Writer, gap func(api.StreamEvent)) (*api.Exit, error) {
-	defer st.Close() //nolint:errcheck // returns nil
+	defer st.Close()
 	for {
 		e, err := st.Next(ctx)
 		if err != nil {

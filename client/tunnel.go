@@ -177,7 +177,7 @@ func (t *tunnel) SetWriteDeadline(at time.Time) error {
 // deadline ends the calls in one direction, those under way too.
 type deadline struct {
 	mu    sync.Mutex
-	ctx   context.Context //nolint:containedctx // that is what it is for
+	ctx   context.Context
 	end   context.CancelCauseFunc
 	timer *time.Timer
 }

@@ -58,7 +58,7 @@ func (a *app) printJSON(v any) error {
 // note says something to a person; not with --quiet or --json.
 func (a *app) note(format string, args ...any) {
 	if !a.quiet && !a.json {
-		fmt.Fprintf(a.err, format+"\n", args...) //nolint:errcheck // it is by the way
+		fmt.Fprintf(a.err, format+"\n", args...)
 	}
 }
 
@@ -207,7 +207,7 @@ func (a *app) each(args []string, do func(string) error) error {
 			first = fmt.Errorf("%s: %w", arg, err)
 		default:
 			message, _ := explain(nil, err)
-			fmt.Fprintf(a.err, "cloche: %s: %s\n", arg, message) //nolint:errcheck // as finish
+			fmt.Fprintf(a.err, "cloche: %s: %s\n", arg, message)
 		}
 	}
 	return first

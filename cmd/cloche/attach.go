@@ -73,7 +73,7 @@ func (a *app) attach(parent context.Context, at attachment) error {
 	if at.start {
 		st = at.session.Attach(o)
 	}
-	defer st.Close() //nolint:errcheck // returns nil
+	defer st.Close()
 	exit, err := a.show(ctx, st, func() {
 		if at.stdin { // input is taken from the start on
 			go a.passInput(ctx, at.session) // not waited for: a read of a terminal can't be interrupted
@@ -111,7 +111,7 @@ func (a *app) exited(exit *api.Exit) error {
 		if code == 0 {
 			code = exitOwn
 		}
-		fmt.Fprintf(a.err, "cloche: %s\n", line(message)) //nolint:errcheck // as finish
+		fmt.Fprintf(a.err, "cloche: %s\n", line(message))
 		return exitError(code)
 	case exit.Reason == "timeout":
 		a.note("cloche: the command ran into its timeout")

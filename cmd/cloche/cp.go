@@ -156,7 +156,7 @@ func (a *app) copyOneIn(ctx context.Context, c *client.Client, id, source, to, u
 		if err != nil {
 			return err
 		}
-		defer f.Close() //nolint:errcheck // only read
+		defer f.Close()
 		_, err = c.WriteFile(ctx, id, path.Join(into, name), &counted{r: f, p: p, what: "copying " + name}, client.WriteOptions{Mode: info.Mode().Perm(), User: user})
 		return err
 	}
@@ -167,7 +167,7 @@ func (a *app) copyOneIn(ctx context.Context, c *client.Client, id, source, to, u
 	packed := make(chan error, 1)
 	go func() {
 		err := packTree(w, full, name)
-		w.CloseWithError(err) //nolint:errcheck // it always returns nil
+		w.CloseWithError(err)
 		packed <- err
 	}()
 	_, err = c.WriteTree(ctx, id, into, &counted{r: r, p: p, what: "copying " + name}, user)
@@ -221,7 +221,7 @@ func (a *app) copyOut(ctx context.Context, c *client.Client, id, from, to string
 		if err != nil {
 			return err
 		}
-		defer r.Close() //nolint:errcheck // only read
+		defer r.Close()
 		in := &counted{r: r, p: p, what: "copying " + path.Base(from)}
 		if to == "-" {
 			_, err = io.Copy(a.out, in)
@@ -236,7 +236,7 @@ func (a *app) copyOut(ctx context.Context, c *client.Client, id, from, to string
 	if err != nil {
 		return err
 	}
-	defer r.Close() //nolint:errcheck // only read
+	defer r.Close()
 	in := &counted{r: r, p: p, what: "copying " + from}
 	if to == "-" {
 		_, err = io.Copy(a.out, in)

@@ -124,7 +124,7 @@ func (a *app) forward(ctx context.Context, c *client.Client, id string, listener
 
 // carry connects one local connection with one tunnel.
 func (a *app) carry(ctx context.Context, c *client.Client, id string, port int, local net.Conn) {
-	defer local.Close() //nolint:errcheck // it is over
+	defer local.Close()
 	far, err := c.Tunnel(ctx, id, port)
 	if err != nil {
 		if ctx.Err() == nil {
@@ -132,7 +132,7 @@ func (a *app) carry(ctx context.Context, c *client.Client, id string, port int, 
 		}
 		return
 	}
-	defer far.Close() //nolint:errcheck // it is over
+	defer far.Close()
 	stop := context.AfterFunc(ctx, func() {
 		_ = local.Close()
 		_ = far.Close()

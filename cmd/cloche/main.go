@@ -163,9 +163,9 @@ func (a *app) finish(cmd *cobra.Command, err error) int {
 		return exitInterrupted
 	}
 	message, hint := explain(cmd, err)
-	fmt.Fprintf(a.err, "cloche: %s\n", message) //nolint:errcheck // there is nobody else to tell
+	fmt.Fprintf(a.err, "cloche: %s\n", message)
 	if hint != "" {
-		fmt.Fprintf(a.err, "hint: %s\n", hint) //nolint:errcheck // as above
+		fmt.Fprintf(a.err, "hint: %s\n", hint)
 	}
 	if cmd != nil && cmd.Annotations["runs"] != "" {
 		return exitOwn

@@ -65,7 +65,7 @@ func TestExitCodes(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer null.Close() //nolint:errcheck // nothing was written
+	defer null.Close()
 	a := &app{out: null, err: null}
 	for class, want := range map[api.ErrorClass]int{
 		api.ClassInvalid: 1, api.ClassNotFound: 2, api.ClassConflict: 3, api.ClassFailedPrecondition: 3, api.ClassDenied: 4,

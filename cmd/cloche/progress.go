@@ -76,7 +76,7 @@ func (p *progress) show() {
 		select {
 		case <-p.stop:
 			if p.shown && p.tty {
-				fmt.Fprint(p.to, "\r\x1b[K") //nolint:errcheck // it is by the way
+				fmt.Fprint(p.to, "\r\x1b[K")
 			}
 			return
 		case <-tick.C:
@@ -95,7 +95,7 @@ func (p *progress) draw(i int, took time.Duration) {
 	if !p.tty {
 		if step != p.said {
 			p.said = step
-			fmt.Fprintf(p.to, "%s …\n", step) //nolint:errcheck // it is by the way
+			fmt.Fprintf(p.to, "%s …\n", step)
 		}
 		return
 	}
@@ -104,5 +104,5 @@ func (p *progress) draw(i int, took time.Duration) {
 		width = 80
 	}
 	text := []rune(fmt.Sprintf("%c %s (%s)", []rune("⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏")[i%10], step, span(took)))
-	fmt.Fprintf(p.to, "\r\x1b[K%s", string(text[:min(len(text), width-1)])) //nolint:errcheck // it is by the way
+	fmt.Fprintf(p.to, "\r\x1b[K%s", string(text[:min(len(text), width-1)]))
 }

@@ -161,6 +161,10 @@ Ctrl-C goes to the command; a second one within two seconds kills it, a third on
 	return cmd
 }
 
+// removeTime bounds the deletion at the end of `run --rm`, which Ctrl-C does
+// not end.
+const removeTime = time.Minute
+
 // runOnce creates a sandbox, runs the command and, with rm, deletes the
 // sandbox on every way out.
 func (a *app) runOnce(ctx context.Context, req api.CreateSandboxRequest, spec api.ProcessSpec, rm bool) (err error) {
@@ -176,9 +180,11 @@ func (a *app) runOnce(ctx context.Context, req api.CreateSandboxRequest, spec ap
 			return
 		}
 		if rm {
-			if gone := a.remove(context.WithoutCancel(ctx), c, made); gone != nil {
+			deleting, cancel := context.WithTimeout(context.WithoutCancel(ctx), removeTime)
+			defer cancel()
+			if gone := a.remove(deleting, c, made); gone != nil {
 				message, _ := explain(nil, gone)
-				fmt.Fprintf(a.err, "cloche: sandbox %s could not be deleted: %s\n", made, message) //nolint:errcheck // as finish
+				fmt.Fprintf(a.err, "cloche: sandbox %s could not be deleted: %s\n", made, message)
 			}
 			return
 		}

@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"maps"
 	"os"
@@ -354,10 +355,11 @@ Ctrl-C ends only the printing. A session that was never attached has no output y
 // followLog prints a log to its end, which has no influence on the exit code.
 func (a *app) followLog(ctx context.Context, s *client.Session, offset int64) error {
 	st := s.Follow(client.StreamOptions{Offset: offset})
-	defer st.Close() //nolint:errcheck // returns nil
+	defer st.Close()
 	_, err := a.show(ctx, st, func() {})
-	if e, ok := err.(*client.Error); ok && e.Code == "session_lost" { //nolint:errorlint // show returns it as it is
-		fmt.Fprintf(a.err, "cloche: %s\n", line(e.Message)) //nolint:errcheck // as finish
+	var e *client.Error
+	if errors.As(err, &e) && e.Code == "session_lost" {
+		fmt.Fprintf(a.err, "cloche: %s\n", line(e.Message))
 		return nil
 	}
 	return err
@@ -366,7 +368,7 @@ func (a *app) followLog(ctx context.Context, s *client.Session, offset int64) er
 // printLog prints a log of a command that still runs up to an offset.
 func (a *app) printLog(ctx context.Context, s *client.Session, offset, end int64) error {
 	st := s.Follow(client.StreamOptions{Offset: offset})
-	defer st.Close() //nolint:errcheck // returns nil
+	defer st.Close()
 	out, errOut := cut{a.out, st, end}, cut{a.err, st, end}
 	for st.Offset() < end {
 		e, err := st.Next(ctx)

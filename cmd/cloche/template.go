@@ -164,7 +164,7 @@ func (a *app) importTar(cmd *cobra.Command, file string, cfg api.RuntimeConfig, 
 		if err != nil {
 			return err
 		}
-		defer f.Close() //nolint:errcheck // only read
+		defer f.Close()
 		in = f
 	}
 	p := a.begin("importing " + name)

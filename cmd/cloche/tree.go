@@ -66,7 +66,7 @@ func packEntry(tw *tar.Writer, file, name string, d fs.DirEntry) error {
 	if err != nil {
 		return err
 	}
-	defer f.Close() //nolint:errcheck // only read
+	defer f.Close()
 	n, err := io.Copy(tw, io.LimitReader(f, h.Size))
 	if err == nil && n < h.Size {
 		err = &os.PathError{Op: "read", Path: file, Err: errors.New("the file shrank while it was copied")}
@@ -104,7 +104,7 @@ func writeLocal(to, name string, r io.Reader, mode string) error {
 	if err != nil {
 		return err
 	}
-	defer root.Close() //nolint:errcheck // only names
+	defer func() { _ = root.Close() }()
 	return writeIn(root, name, r, perm)
 }
 
@@ -145,7 +145,7 @@ func unpackTree(tr *tar.Reader, dir, top, as string, leftOut func(string)) error
 	if err != nil {
 		return err
 	}
-	defer root.Close() //nolint:errcheck // only names
+	defer func() { _ = root.Close() }()
 	u := unpacker{root: root, top: top, as: as, leftOut: leftOut, real: map[string]bool{".": true}}
 	if err := u.directory(as); err != nil {
 		return err

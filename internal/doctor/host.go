@@ -129,7 +129,7 @@ func checkState(_ context.Context, o Options) Check {
 	if err := syscall.Statfs(there, &st); err != nil {
 		return Check{Status: Fail, Detail: there + ": " + err.Error(), Mend: "name another one with --state-dir"}
 	}
-	return judgeState(dir, int64(st.Type), int64(st.Bavail)*st.Bsize, int64(st.Ffree), st.Flags&syscall.MS_RDONLY != 0)
+	return judgeState(dir, st.Type, int64(st.Bavail)*st.Bsize, int64(st.Ffree), st.Flags&syscall.MS_RDONLY != 0)
 }
 
 func judgeState(dir string, magic, free, inodes int64, readOnly bool) Check {

@@ -86,7 +86,7 @@ func (n *Node) bringUp(ctx context.Context, d driver.Driver, req sandbox.Machine
 func (n *Node) steps(d driver.Driver, m *machine) []step {
 	req := m.journal.Request
 	spec := driver.Spec{
-		ID: m.id, Hostname: req.Hostname, Resources: req.Resources, MaxProcs: int(n.o.MaxProcs),
+		ID: m.id, Hostname: req.Hostname, Resources: req.Resources, MaxProcs: int(n.maxProcs(req.Resources)),
 	}
 	nothing := func(context.Context) error { return nil }
 	return []step{

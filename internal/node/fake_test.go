@@ -2,7 +2,6 @@ package node
 
 import (
 	"context"
-	"crypto/tls"
 	"errors"
 	"log/slog"
 	"net"
@@ -15,7 +14,6 @@ import (
 	"time"
 
 	"connectrpc.com/connect"
-	"golang.org/x/net/http2"
 
 	"cloche.dev/cloche/internal/guestapi"
 	"cloche.dev/cloche/internal/guestapi/guestv1"
@@ -197,8 +195,35 @@ func (m *fakeMachine) serve(conn net.Conn) {
 	}
 	mux := http.NewServeMux()
 	mux.Handle(guestv1connect.NewGuestHandler(fakeGuest{m: m}))
-	(&http2.Server{}).ServeConn(conn, &http2.ServeConnOpts{Handler: mux, BaseConfig: &http.Server{TLSConfig: &tls.Config{}, ReadHeaderTimeout: time.Second}})
+	srv := &http.Server{Handler: mux, ReadHeaderTimeout: time.Second, Protocols: new(http.Protocols)}
+	srv.Protocols.SetUnencryptedHTTP2(true)
+	l := &oneListener{conn: conn, gone: make(chan struct{})}
+	srv.ConnState = func(_ net.Conn, s http.ConnState) {
+		if s == http.StateClosed {
+			_ = l.Close()
+		}
+	}
+	_ = srv.Serve(l)
 }
+
+// oneListener accepts one connection and then waits to be closed.
+type oneListener struct {
+	conn net.Conn
+	once sync.Once
+	gone chan struct{}
+	took bool
+}
+
+func (l *oneListener) Accept() (net.Conn, error) {
+	if !l.took {
+		l.took = true
+		return l.conn, nil
+	}
+	<-l.gone
+	return nil, net.ErrClosed
+}
+func (l *oneListener) Close() error   { l.once.Do(func() { close(l.gone) }); return nil }
+func (l *oneListener) Addr() net.Addr { return l.conn.LocalAddr() }
 
 type fakeGuest struct {
 	guestv1connect.UnimplementedGuestHandler

@@ -48,9 +48,20 @@ func (n *Node) startLink(m *machine) {
 			m.journal.Welcomed = true
 			return m.journal.save(n.dir(m.id))
 		},
-		Setup: &guestv1.SetupRequest{Hostname: req.Hostname, Env: environment(req), MaxProcsPerUser: n.o.MaxProcs},
+		Setup: &guestv1.SetupRequest{Hostname: req.Hostname, Env: environment(req), MaxProcsPerUser: n.maxProcs(req.Resources)},
 		Log:   n.o.Log.With("sandbox", m.id),
 	})
+}
+
+// leastProcs is what a user in a sandbox with little memory may still have.
+const leastProcs = 64
+
+// maxProcs is how many processes a user in a sandbox may have. A process costs
+// its machine about 0.4 MiB beside its own memory, and a shell 0.6 in all; more
+// of them than the machine can hold would make a fork bomb an out-of-memory,
+// which ends a gVisor machine where it takes a stub that is just being made.
+func (n *Node) maxProcs(r sandbox.Resources) uint64 {
+	return min(n.o.MaxProcs, max(leastProcs, uint64(max(0, r.MemoryMiB))))
 }
 
 // connect starts the link to the machine's agent and returns when the agent

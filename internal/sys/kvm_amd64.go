@@ -76,7 +76,7 @@ func TryKVM(step func(string)) KVMReport {
 		r.Problem = err.Error()
 		return r
 	}
-	defer f.Close() //nolint:errcheck // nothing was written
+	defer f.Close()
 	r.Opens = true
 	runtime.LockOSThread() // a vCPU belongs to the thread that made it
 	defer runtime.UnlockOSThread()
@@ -102,8 +102,12 @@ func kvmIoctl(fd int, req, arg uintptr) (int, error) {
 
 func runProbe(kvm int, r *KVMReport, at func(string)) error {
 	at("ask for the API version")
-	if v, err := kvmIoctl(kvm, kvmGetAPIVersion, 0); err != nil || v != 12 {
-		return fmt.Errorf("KVM_GET_API_VERSION: %d, %v (12 is needed)", v, err)
+	version, err := kvmIoctl(kvm, kvmGetAPIVersion, 0)
+	if err != nil {
+		return fmt.Errorf("KVM_GET_API_VERSION: %w", err)
+	}
+	if version != 12 {
+		return fmt.Errorf("the KVM speaks version %d, and not 12", version)
 	}
 	at("make a virtual machine")
 	vm, err := kvmIoctl(kvm, kvmCreateVM, 0)

@@ -19,7 +19,7 @@ func TryKVM(step func(string)) KVMReport {
 		r.Problem = err.Error()
 		return r
 	}
-	defer f.Close() //nolint:errcheck // nothing was written
+	defer f.Close()
 	r.Opens = true
 	r.Problem = "no probe program for this kind of CPU"
 	return r

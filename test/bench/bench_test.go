@@ -230,7 +230,9 @@ func (f *fixture) sleeper(t *testing.T) {
 			t.Fatal(err)
 		}
 		f.await(t, s)
-		return inside(t, drain(t, s.Follow(client.StreamOptions{Offset: output}), false).stderr)
+		// The two pipes are read each for itself, so that the end of stdout may
+		// come after what was written to stderr last.
+		return inside(t, drain(t, s.Follow(client.StreamOptions{Offset: output - 4*mib}), false).stderr)
 	}
 	asleep := func() float64 {
 		s := f.session(t, id, "/bin/work", "spew", n)

@@ -43,14 +43,14 @@ func drain(t *testing.T, st *client.Stream, check bool) log {
 		switch ev.Type {
 		case api.EventStdout:
 			l.stdout += int64(len(ev.Data))
-			if check && l.wrong < 0 && (ev.Offset != c.Offset() || !c.Check(ev.Data)) {
+			if check && l.wrong < 0 && !c.Check(ev.Data) {
 				l.wrong = ev.Offset
 			}
 		case api.EventStderr:
 			l.stderr = append(l.stderr, ev.Data...)
 		case api.EventGap:
 			l.gaps = append(l.gaps, ev)
-			c.Skip(ev.To)
+			c.Skip(ev.To) // what goes is old, when only the pattern had been written
 		case api.EventExit:
 			l.code = ev.Exit.Code
 		case api.EventLost:

@@ -23,7 +23,11 @@ func (d *Daemon) Census() []string {
 	} {
 		entries, _ := os.ReadDir(dir)
 		for _, e := range entries {
-			found = append(found, "file "+filepath.Join(dir, e.Name()))
+			path := filepath.Join(dir, e.Name())
+			if inside, err := os.ReadDir(path); err == nil && len(inside) == 0 && filepath.Base(dir) == "tmp" {
+				continue // a room's own place for what it makes, kept from start to start
+			}
+			found = append(found, "file "+path)
 		}
 	}
 	return found

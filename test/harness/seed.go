@@ -16,7 +16,7 @@ var seedOnce sync.Mutex
 
 // seed gives d a state directory that has the template `base`. Building it
 // takes a minute, so it is built once, kept in dist/seed (or $CLOCHE_SEED) and
-// copied from then on.
+// copied from then on. A $CLOCHE_SEED that is a tar is taken as it is.
 func seed(tb testing.TB, d *Daemon) {
 	tb.Helper()
 	seedOnce.Lock()
@@ -26,7 +26,9 @@ func seed(tb testing.TB, d *Daemon) {
 		dir = filepath.Join(repoRoot(tb), "dist", "seed")
 	}
 	tarball := filepath.Join(dir, "state-"+recipe(tb)+".tar")
-	if _, err := os.Stat(tarball); err != nil {
+	if strings.HasSuffix(dir, ".tar") {
+		tarball = dir
+	} else if _, err := os.Stat(tarball); err != nil {
 		makeSeed(tb, dir, tarball)
 	}
 	if err := os.MkdirAll(d.State, 0o700); err != nil {

@@ -25,14 +25,18 @@ PYTHONDONTWRITEBYTECODE=1
 export CLOCHE_URL CLOCHE_API_KEY CLOCHE_TEMPLATE FUZZ_COUNTS SCHEMATHESIS_HOOKS PYTHONPATH PYTHONDONTWRITEBYTECODE
 
 mkdir -p "$dir"
-if [ ! -x "$dir/venv-$version/bin/st" ]; then
-    python3 -m venv "$dir/venv-$version"
-    "$dir/venv-$version/bin/pip" -q --disable-pip-version-check install "schemathesis==$version"
+venv=$root/dist/python # made by `make deps`
+if [ ! -x "$venv/bin/st" ]; then
+    venv=$dir/venv-$version
+fi
+if [ ! -x "$venv/bin/st" ]; then
+    python3 -m venv "$venv"
+    "$venv/bin/pip" -q --disable-pip-version-check install "schemathesis==$version"
 fi
 
 failed=0
-(cd "$dir" && "$dir/venv-$version/bin/st" --config-file "$here/schemathesis.toml" run "$root/api/openapi.yaml" \
+(cd "$dir" && "$venv/bin/st" --config-file "$here/schemathesis.toml" run "$root/api/openapi.yaml" \
     --url "$CLOCHE_URL" --header "Authorization: Bearer $CLOCHE_API_KEY" \
     --max-examples "${FUZZ_EXAMPLES:-40}" --report junit --report-dir "$dir/report" "$@") || failed=1
-"$dir/venv-$version/bin/python" "$here/verdict.py" "$root/api/openapi.yaml" "$FUZZ_COUNTS" || failed=1
+"$venv/bin/python" "$here/verdict.py" "$root/api/openapi.yaml" "$FUZZ_COUNTS" || failed=1
 exit "$failed"

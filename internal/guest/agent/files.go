@@ -19,7 +19,6 @@ import (
 
 const (
 	listBatch  = 1000
-	keepIDs    = -1 // for chown: as it is
 	bitsOfMode = 0o7777
 )
 
@@ -184,10 +183,11 @@ func makeDir(path string, mode uint32, own *account) error {
 	if err := os.Mkdir(path, 0o700); err != nil {
 		return err
 	}
-	dir, err := os.OpenFile(path, os.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW, 0)
+	fd, err := openDirAt(unix.AT_FDCWD, path)
 	if err != nil {
-		return err
+		return &fs.PathError{Op: "open", Path: path, Err: err}
 	}
+	dir := os.NewFile(uintptr(fd), path)
 	defer dir.Close()
 	return dress(dir, mode, own)
 }

@@ -6,6 +6,7 @@ import (
 	"crypto/sha256"
 	"fmt"
 	"hash"
+	"os"
 	"strconv"
 	"strings"
 	"testing"
@@ -315,4 +316,18 @@ func TestProcessLimit(t *testing.T) {
 	if r := g.run("for i in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25; do sleep 0.1 & done; wait; echo all"); r.out.String() != "all\n" {
 		t.Errorf("root: %q %q", &r.out, &r.err)
 	}
+}
+
+func TestSetup(t *testing.T) {
+	if os.Getenv("CLOCHE_TEST_MACHINE") == "" {
+		t.Skip("SKIP: it would name this host; needs CLOCHE_TEST_MACHINE")
+	}
+	g := newGuest(t, &guestv1.SetupRequest{Hostname: "renamed"})
+	r := g.run("hostname; cat /etc/hostname; grep -c '^127.0.1.1.*renamed' /etc/hosts; grep -c localhost /etc/hosts; ps -o pid,comm -p 1")
+	if want := "renamed\nrenamed\n1\n"; !strings.HasPrefix(r.out.String(), want) {
+		t.Errorf("%q %q", &r.out, &r.err)
+	}
+	// Orphans are reaped, and PID 1 shrugs off signals.
+	g.run("for i in 1 2 3 4 5; do (true &) ; done; kill -TERM 1; kill -INT 1; kill -HUP 1; kill -USR1 1")
+	eventually(t, func() bool { return g.run("cat /proc/[0-9]*/stat | grep -c ' Z '").out.String() == "0\n" })
 }

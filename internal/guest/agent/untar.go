@@ -2,6 +2,7 @@ package agent
 
 import (
 	"archive/tar"
+	"bytes"
 	"context"
 	"errors"
 	"io"
@@ -24,7 +25,7 @@ const maxLateTimes = 100_000
 
 // TarIn implements the service. Nothing is ever written outside the given
 // directory, whatever the tar says and whoever swaps links meanwhile: every
-// access goes through an os.Root.
+// access goes through a tree.
 func (a *Agent) TarIn(ctx context.Context, stream *connect.ClientStream[guestv1.TarInRequest]) (*connect.Response[guestv1.TarInResponse], error) {
 	if !stream.Receive() {
 		return nil, orMissing(stream.Err())
@@ -41,18 +42,18 @@ func (a *Agent) TarIn(ctx context.Context, stream *connect.ClientStream[guestv1.
 	if err := makeDirs(dir, 0o755, own); err != nil {
 		return nil, fileError(err)
 	}
-	root, err := os.OpenRoot(dir)
+	root, err := openTree(dir)
 	if err != nil {
 		return nil, fileError(err)
 	}
-	defer root.Close()
+	defer root.close()
 	r := &received{rest: first, next: func() ([]byte, error) {
 		if stream.Receive() {
 			return stream.Msg().GetData(), nil
 		}
 		return nil, orEOF(stream.Err())
 	}}
-	x := &extractor{root: root, own: own, late: map[string]time.Time{}, buf: make([]byte, 64<<10)}
+	x := &extractor{root: root, own: own, late: map[string]time.Time{}, buf: make([]byte, len(zeros))}
 	if err := x.run(ctx, r); err != nil {
 		return nil, fileError(err)
 	}
@@ -60,7 +61,7 @@ func (a *Agent) TarIn(ctx context.Context, stream *connect.ClientStream[guestv1.
 }
 
 type extractor struct {
-	root    *os.Root
+	root    *tree
 	own     *account
 	entries uint64
 	late    map[string]time.Time
@@ -125,11 +126,14 @@ func (x *extractor) entry(h *tar.Header, content io.Reader) error {
 		err = x.file(h, name, content)
 	case tar.TypeSymlink:
 		if err = x.clear(name); err == nil {
-			err = x.root.Symlink(h.Linkname, name)
+			err = x.root.symlink(h.Linkname, name)
 		}
 		if err == nil {
 			uid, gid := x.ids(h)
-			err = x.root.Lchown(name, uid, gid)
+			err = x.root.lchown(name, uid, gid)
+		}
+		if err == nil {
+			err = x.root.setTime(name, h.ModTime)
 		}
 	case tar.TypeLink:
 		err = x.link(h, name)
@@ -140,11 +144,9 @@ func (x *extractor) entry(h *tar.Header, content io.Reader) error {
 	return x.refused(h, err)
 }
 
-// refused names the entry in an error of os.Root, which tells an escape only in words.
+// refused names the entry that leads out of the tree.
 func (x *extractor) refused(h *tar.Header, err error) error {
-	var pe *fs.PathError
-	var le *os.LinkError
-	if errors.As(err, &pe) && strings.Contains(pe.Err.Error(), "escapes") || errors.As(err, &le) && strings.Contains(le.Err.Error(), "escapes") {
+	if errors.Is(err, errEscapes) {
 		return sandbox.Errorf(sandbox.Invalid, "tar_escape", "the entry %.200q leads out of the tree through a link", h.Name)
 	}
 	return err
@@ -152,10 +154,11 @@ func (x *extractor) refused(h *tar.Header, err error) error {
 
 // parents makes missing directories; they belong to whom the tree is given to.
 func (x *extractor) parents(dir string) error {
-	switch st, err := x.root.Stat(dir); {
-	case err == nil && st.IsDir():
-		return nil
-	case err != nil && !errors.Is(err, unix.ENOENT):
+	f, err := x.root.openDir(dir)
+	if err == nil {
+		return f.Close()
+	}
+	if !errors.Is(err, unix.ENOENT) {
 		return err
 	}
 	if up := path.Dir(dir); up != "." {
@@ -163,18 +166,18 @@ func (x *extractor) parents(dir string) error {
 			return err
 		}
 	}
-	if err := x.root.Mkdir(dir, 0o755); err != nil {
+	if err := x.root.mkdir(dir, 0o755); err != nil {
 		return err
 	}
 	if x.own != nil {
-		return x.root.Lchown(dir, int(x.own.uid), int(x.own.gid))
+		return x.root.lchown(dir, int(x.own.uid), int(x.own.gid))
 	}
 	return nil
 }
 
 // clear removes what stands at name, unless that is a directory with content.
 func (x *extractor) clear(name string) error {
-	err := x.root.Remove(name)
+	err := x.root.remove(name)
 	if errors.Is(err, unix.ENOENT) {
 		return nil
 	}
@@ -197,19 +200,19 @@ func (x *extractor) dress(f *os.File, h *tar.Header) error {
 }
 
 func (x *extractor) dir(h *tar.Header, name string) error {
-	st, err := x.root.Lstat(name)
+	kind, err := x.root.kind(name)
 	switch {
 	case errors.Is(err, unix.ENOENT):
-		err = x.root.Mkdir(name, 0o700)
-	case err == nil && !st.IsDir() && !x.leadsToDir(name):
-		if err = x.root.Remove(name); err == nil {
-			err = x.root.Mkdir(name, 0o700)
+		err = x.root.mkdir(name, 0o700)
+	case err == nil && kind != unix.S_IFDIR && !x.leadsToDir(name):
+		if err = x.root.remove(name); err == nil {
+			err = x.root.mkdir(name, 0o700)
 		}
 	}
 	if err != nil {
 		return err
 	}
-	f, err := x.root.OpenFile(name, os.O_RDONLY|unix.O_DIRECTORY, 0)
+	f, err := x.root.openDir(name)
 	if err != nil {
 		return err
 	}
@@ -226,15 +229,19 @@ func (x *extractor) dir(h *tar.Header, name string) error {
 // leadsToDir tells whether name is a link to a directory of the tree, which
 // an entry for a directory leaves in place.
 func (x *extractor) leadsToDir(name string) bool {
-	st, err := x.root.Stat(name)
-	return err == nil && st.IsDir()
+	f, err := x.root.openDir(name)
+	if err != nil {
+		return false
+	}
+	_ = f.Close()
+	return true
 }
 
 func (x *extractor) file(h *tar.Header, name string, content io.Reader) error {
 	if err := x.clear(name); err != nil {
 		return err
 	}
-	f, err := x.root.OpenFile(name, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
+	f, err := x.root.create(name)
 	if err != nil {
 		return err
 	}
@@ -242,14 +249,11 @@ func (x *extractor) file(h *tar.Header, name string, content io.Reader) error {
 	if err == nil {
 		err = x.dress(f, h)
 	}
-	if err == nil {
-		tv := unix.NsecToTimeval(h.ModTime.UnixNano())
-		err = unix.Futimes(int(f.Fd()), []unix.Timeval{tv, tv})
-	}
 	if err = errors.Join(err, f.Close()); err != nil {
-		_ = x.root.Remove(name) // half a file is worse than none
+		_ = x.root.remove(name) // half a file is worse than none
+		return err
 	}
-	return err
+	return x.root.setTime(name, h.ModTime)
 }
 
 // fill writes content and leaves holes where it is zero.
@@ -272,14 +276,9 @@ func (x *extractor) fill(f *os.File, content io.Reader, size int64) error {
 	}
 }
 
-func allZero(b []byte) bool {
-	for _, c := range b {
-		if c != 0 {
-			return false
-		}
-	}
-	return true
-}
+var zeros [64 << 10]byte
+
+func allZero(b []byte) bool { return bytes.Equal(b, zeros[:len(b)]) }
 
 func (x *extractor) link(h *tar.Header, name string) error {
 	target, err := localName(h.Linkname)
@@ -289,23 +288,23 @@ func (x *extractor) link(h *tar.Header, name string) error {
 	if target == name {
 		return nil
 	}
-	st, err := x.root.Lstat(target)
+	kind, err := x.root.kind(target)
 	if err != nil {
 		return err
 	}
-	if st.IsDir() {
+	if kind == unix.S_IFDIR {
 		return &fs.PathError{Op: "link", Path: target, Err: unix.EISDIR}
 	}
 	if err := x.clear(name); err != nil {
 		return err
 	}
-	return x.root.Link(target, name)
+	return x.root.link(target, name)
 }
 
 // setLate sets the directories' times, which their entries had changed. One
 // that has gone meanwhile needs none.
 func (x *extractor) setLate() {
 	for name, t := range x.late {
-		_ = x.root.Chtimes(name, t, t)
+		_ = x.root.setTime(name, t)
 	}
 }

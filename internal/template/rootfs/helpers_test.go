@@ -29,7 +29,9 @@ func file(name, data string) ent {
 func symlink(name, to string) ent {
 	return ent{tar.Header{Name: name, Typeflag: tar.TypeSymlink, Linkname: to, Mode: 0o777}, ""}
 }
-func link(name, to string) ent { return ent{tar.Header{Name: name, Typeflag: tar.TypeLink, Linkname: to}, ""} }
+func link(name, to string) ent {
+	return ent{tar.Header{Name: name, Typeflag: tar.TypeLink, Linkname: to}, ""}
+}
 
 func makeTar(t testing.TB, entries ...ent) []byte {
 	t.Helper()

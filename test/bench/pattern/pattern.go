@@ -36,9 +36,6 @@ type Checker struct {
 // Skip moves on to offset to.
 func (c *Checker) Skip(to int64) { c.at, c.ok = to, false }
 
-// Offset is that of the next byte.
-func (c *Checker) Offset() int64 { return c.at }
-
 // Check takes the next bytes and tells whether they are what stands there.
 func (c *Checker) Check(data []byte) bool {
 	for len(data) > 0 {

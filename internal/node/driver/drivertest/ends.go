@@ -218,6 +218,14 @@ var discardClauses = []Clause{
 		}
 		b.nothingLeft(m.ID())
 	}},
+	{"discard-is-final", "The Guest of a discarded machine is not found, and asking for it leaves no trace.", func(b *bench) {
+		m := b.bare()
+		b.discard(m.ID())
+		if l, err := m.Guest(); !sandbox.IsClass(err, sandbox.NotFound) {
+			b.Errorf("Guest = %v, %v", l, err)
+		}
+		b.nothingLeft(m.ID())
+	}},
 	{"discard-unknown", "Discard of an id that never was succeeds.", func(b *bench) {
 		b.discard(sandbox.NewID(sandbox.KindSandbox))
 	}},

@@ -86,9 +86,10 @@ func (x *box) follow(session string, r *result, enough func() bool) {
 	x.b.Helper()
 	ctx, cancel := x.b.within(sessionTimeout)
 	defer cancel()
+	exited := x.m.Exited()
 	go func() { // ends with ctx, if not before
 		select {
-		case <-x.m.Exited():
+		case <-exited:
 			cancel()
 		case <-ctx.Done():
 		}

@@ -196,7 +196,7 @@ func (d *Driver) Discard(ctx context.Context, id string) error {
 	g := d.group(id)
 	errs = append(errs, g.Kill(ctx), g.Remove(ctx))
 	if m != nil {
-		m.closeGuest()
+		m.retire()
 	}
 	errs = append(errs, os.RemoveAll(d.socketDir(id)), os.RemoveAll(d.machineDir(id)))
 	if err := errors.Join(errs...); err != nil {

@@ -32,6 +32,7 @@ type machine struct {
 	rec   enginerpc.Machine
 	end   sandbox.End
 	guest *guestListener
+	gone  bool   // it was discarded: nothing of it may come back
 	disk  string // the descriptor of the overlay's file, below /proc
 }
 
@@ -195,6 +196,9 @@ func (l *guestListener) Close() error {
 func (m *machine) Guest() (net.Listener, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
+	if m.gone {
+		return nil, notFound(m.id)
+	}
 	if m.guest != nil {
 		return m.guest, nil
 	}
@@ -216,6 +220,14 @@ func (m *machine) Guest() (net.Listener, error) {
 	}
 	m.guest = &guestListener{Listener: l, m: m}
 	return m.guest, nil
+}
+
+// retire closes the listener for good.
+func (m *machine) retire() {
+	m.mu.Lock()
+	m.gone = true
+	m.mu.Unlock()
+	m.closeGuest()
 }
 
 func (m *machine) closeGuest() {

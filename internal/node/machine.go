@@ -56,12 +56,16 @@ func (n *Node) startLink(m *machine) {
 // leastProcs is what a user in a sandbox with little memory may still have.
 const leastProcs = 64
 
-// maxProcs is how many processes a user in a sandbox may have. A process costs
-// its machine about 0.4 MiB beside its own memory, and a shell 0.6 in all; more
-// of them than the machine can hold would make a fork bomb an out-of-memory,
-// which ends a gVisor machine where it takes a stub that is just being made.
+// mibPerProc is what a process of a fork bomb costs its machine, with a margin:
+// 0.6 to 2 MiB of host memory were measured under gVisor.
+const mibPerProc = 3
+
+// maxProcs is how many processes (threads count) a user in a sandbox may have.
+// More of them than the machine can hold would make a fork bomb an
+// out-of-memory, which ends a gVisor machine where it takes a stub that is just
+// being made.
 func (n *Node) maxProcs(r sandbox.Resources) uint64 {
-	return min(n.o.MaxProcs, max(leastProcs, uint64(max(0, r.MemoryMiB))))
+	return min(n.o.MaxProcs, max(leastProcs, uint64(max(0, r.MemoryMiB)/mibPerProc)))
 }
 
 // connect starts the link to the machine's agent and returns when the agent

@@ -212,10 +212,10 @@ func (h *host) newNode(o Options, images node.Images) error {
 	return err
 }
 
-// maxProcs is how many processes one user that is not root may have in a
-// sandbox: enough for a build, and far below what the host's own bound on the
-// machine allows, so that a fork bomb meets EAGAIN and not the end of its
-// sandbox.
+// maxProcs is how many processes one user that is not root may have at most in
+// a sandbox, however much memory that has: enough for a build, and far below
+// what the host's own bound on the machine allows, so that a fork bomb meets
+// EAGAIN and not the end of its sandbox.
 const maxProcs = 1024
 
 func (h *host) face(o Options) (http.Handler, error) {

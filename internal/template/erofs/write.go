@@ -1,6 +1,7 @@
 package erofs
 
 import (
+	"bytes"
 	"context"
 	"crypto/sha256"
 	"encoding/binary"
@@ -243,17 +244,6 @@ func Run(p []byte) (n int, zero bool) {
 	return n, zero
 }
 
-func isZero(p []byte) bool {
-	for len(p) >= 8 {
-		if binary.LittleEndian.Uint64(p) != 0 {
-			return false
-		}
-		p = p[8:]
-	}
-	for _, b := range p {
-		if b != 0 {
-			return false
-		}
-	}
-	return true
-}
+var zeroBlock [BlockSize]byte
+
+func isZero(p []byte) bool { return bytes.Equal(p, zeroBlock[:len(p)]) }

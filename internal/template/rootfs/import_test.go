@@ -48,7 +48,7 @@ func TestImportKeepsEverything(t *testing.T) {
 		if !ok || got != want {
 			t.Errorf("%s: %s, want %s", name, got, want)
 		}
-		if f.Mtime != when.Unix() || f.MtimeNsec != uint32(when.Nanosecond()) {
+		if f.Mtime != when.Unix() || name != "usr" && f.MtimeNsec != uint32(when.Nanosecond()) { // usr was made on the way
 			t.Errorf("%s: modified at %d.%d", name, f.Mtime, f.MtimeNsec)
 		}
 	}
@@ -127,7 +127,7 @@ func TestImportRefuses(t *testing.T) {
 		{"hard link to the root", "tar_bad_link", makeTar(t, link("x", "/"))},
 		{"symlink loop", "tar_link_loop", makeTar(t, loop...)},
 		{"under a file", "tar_not_a_directory", makeTar(t, file("f", ""), file("f/x", ""))},
-		{"root is a file", "tar_bad_name", makeTar(t, file("./", ""), file(".", ""))},
+		{"root is a file", "tar_bad_name", makeTar(t, file(".", ""))},
 		{"long name", "tar_name_too_long", makeTar(t, file(strings.Repeat("n", 256), ""))},
 		{"long path", "tar_name_too_long", makeTar(t, file(strings.Repeat("d/", 2048)+"x", ""))},
 		{"deep through links", "tar_too_deep", makeTar(t, dir(deep), symlink("l", "/"+deep[:len(deep)-1]), file("l/a/b/c", ""))},
@@ -202,7 +202,7 @@ func TestImportLimits(t *testing.T) {
 	}
 }
 
-// zeroes is a plain file of that many zero bytes in a tar, made as it is read.
+// zeroTar is a plain file of that many zero bytes in a tar, made as it is read.
 func zeroTar(t *testing.T, size int64) io.Reader {
 	return io.MultiReader(bytes.NewReader(hugeHeader(t, size)), io.LimitReader(zeroReader{}, size), bytes.NewReader(make([]byte, 1024)))
 }

@@ -15,16 +15,20 @@ import (
 	"cloche.dev/cloche/internal/template/erofs"
 )
 
-// manyEntries writes a tar of n small files, perDir in a directory.
+// manyEntries writes a tar of n files, perDir in a directory. Most are empty,
+// since the others take a block of disk each.
 func manyEntries(w io.Writer, n, perDir int) error {
 	b := bufio.NewWriterSize(w, 1<<20)
 	tw := tar.NewWriter(b)
 	for i := range n {
-		h := tar.Header{Name: fmt.Sprintf("dir-%06d/file-name-%07d", i/perDir, i), Mode: 0o644, ModTime: when, Size: 1, Format: tar.FormatGNU}
+		h := tar.Header{Name: fmt.Sprintf("dir-%06d/file-name-%07d", i/perDir, i), Mode: 0o644, ModTime: when, Format: tar.FormatGNU}
+		if i%100 == 0 {
+			h.Size = 1
+		}
 		if err := tw.WriteHeader(&h); err != nil {
 			return err
 		}
-		if _, err := tw.Write([]byte("x")); err != nil {
+		if _, err := tw.Write([]byte("x")[:h.Size]); err != nil {
 			return err
 		}
 	}

@@ -23,7 +23,7 @@ const (
 	socketName = "agent.sock"
 
 	// defaultMaxProcs bounds the processes of each guest user but root.
-	defaultMaxProcs = 1024
+	defaultMaxProcs = 256
 	// tasksPerProc is how many host tasks a guest process may stand for,
 	// about: its stub has a thread for each CPU and one more. The bound on
 	// tasks is a backstop, since reaching it may end the whole machine.
@@ -34,8 +34,9 @@ const (
 )
 
 // overhead is what a machine's host processes may use beside the guest's
-// memory: the sentry's own heap and page tables, the gofer, and the stubs.
-func overhead(memory int64) int64 { return 64*mib + memory/8 }
+// memory: the sentry's own heap and page tables, the gofer, and the stubs. The
+// constant part carries the 64 processes that even the smallest guest may have.
+func overhead(memory int64) int64 { return 128*mib + memory/8 }
 
 // Create implements driver.Driver.
 func (d *Driver) Create(ctx context.Context, spec driver.Spec) (driver.Machine, error) {

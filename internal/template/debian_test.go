@@ -1,8 +1,11 @@
 package template
 
 import (
+	"context"
+	"errors"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -107,5 +110,40 @@ sys.exit(1 if bad or not total else 0)
 		t.Errorf("compiled Python modules: %v\n%s", err, out)
 	} else {
 		t.Logf("compiled Python modules, stale ones: %s", out)
+	}
+}
+
+func TestBuildDebianFails(t *testing.T) {
+	needDebian(t)
+	s := openStore(t)
+	src := sandbox.DebianSource{Packages: []string{"no-such-package-anywhere"}}
+	_, err := s.BuildDebian(t.Context(), src, sandbox.RuntimeConfig{}, func(string) {})
+	if e := sandbox.AsError(err); e == nil || e.Code != "package_unknown" {
+		t.Errorf("an unknown package: %v", err)
+	}
+	// Cancelled in the middle: all of its processes and files are gone.
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	_, err = s.BuildDebian(ctx, sandbox.DebianSource{}, sandbox.RuntimeConfig{}, func(line string) {
+		if strings.Contains(line, "apt-get update") {
+			cancel()
+		}
+	})
+	if !sandbox.IsClass(err, sandbox.Unavailable) || !errors.Is(err, context.Canceled) {
+		t.Errorf("a cancelled build: %v", err)
+	}
+	if left, err := filepath.Glob(filepath.Join(buildRoot, s.buildPrefix()+"*")); err != nil || len(left) != 0 {
+		t.Errorf("left: %v, %v", left, err)
+	}
+	if out, err := exec.Command("pgrep", "-f", s.buildPrefix()).Output(); err == nil {
+		t.Errorf("processes are left: %s", out)
+	}
+}
+
+func TestMissingMmdebstrap(t *testing.T) {
+	t.Setenv("PATH", t.TempDir())
+	_, err := openStore(t).BuildDebian(t.Context(), sandbox.DebianSource{Suite: "bookworm"}, sandbox.RuntimeConfig{}, func(string) {})
+	if e := sandbox.AsError(err); e == nil || e.Class != sandbox.FailedPrecondition || e.Code != "mmdebstrap_missing" || e.Hint != "apt-get install mmdebstrap" {
+		t.Errorf("%v", err)
 	}
 }

@@ -139,14 +139,16 @@ func cliTerminal(t *testing.T, d *harness.Daemon, box string) {
 	eventually(t, "a terminal of 33 by 101: "+seen.String(), 20*time.Second, func() bool {
 		return strings.Contains(seen.String(), "/dev/pts/") && strings.Contains(seen.String(), "33 101") && strings.Contains(seen.String(), "mark")
 	})
-	say("sleep 100\n")
-	time.Sleep(500 * time.Millisecond) // until the shell has started sleep
-	say("\x03")
-	say("echo code-$?\n")
-	for begin := time.Now(); !strings.Contains(seen.String(), "code-130"); time.Sleep(50 * time.Millisecond) {
-		if time.Since(begin) > 10*time.Second {
+	say("bash -c 'echo be''gin; exec sleep 100'\n")
+	eventually(t, "the command runs", 20*time.Second, func() bool { return strings.Contains(seen.String(), "begin\r\n") })
+	for begin := time.Now(); !strings.Contains(seen.String(), "code-130"); {
+		if time.Since(begin) > 20*time.Second {
 			t.Fatalf("Ctrl-C does not end sleep; the terminal shows:\n%q", seen.String())
 		}
+		say("\x03")
+		time.Sleep(500 * time.Millisecond) // what is typed before the signal is thrown away with it
+		say("echo code-$?\n")
+		time.Sleep(500 * time.Millisecond)
 	}
 	_ = pty.Setsize(f, &pty.Winsize{Rows: 44, Cols: 90})
 	eventually(t, "the new size arrives", 10*time.Second, func() bool {

@@ -176,7 +176,11 @@ func (l *Link) Extra(ctx context.Context) (guestv1connect.GuestClient, io.Closer
 		<-l.slots
 		return nil, nil, err
 	}
-	return p.rpc, &extraConn{peer: p, free: func() { <-l.slots }}, nil
+	stop := context.AfterFunc(l.ctx, func() { _ = p.Close() })
+	return p.rpc, &extraConn{peer: p, free: func() {
+		stop()
+		<-l.slots
+	}}, nil
 }
 
 type extraConn struct {

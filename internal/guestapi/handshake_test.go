@@ -73,7 +73,7 @@ func FuzzReadHello(f *testing.F) {
 			t.Fatalf("read %d bytes", read)
 		}
 		if err != nil {
-			if !errors.Is(err, ErrHandshake) && err != io.EOF && err != io.ErrUnexpectedEOF {
+			if !errors.Is(err, ErrHandshake) && !errors.Is(err, io.EOF) && !errors.Is(err, io.ErrUnexpectedEOF) {
 				t.Fatal(err)
 			}
 			return

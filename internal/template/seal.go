@@ -35,7 +35,7 @@ func sealOf(f *os.File) (seal, error) {
 	if !ok || !info.Mode().IsRegular() {
 		return seal{}, errors.New("an image is no regular file")
 	}
-	return seal{Dev: uint64(st.Dev), Inode: st.Ino, Size: st.Size, Ctime: st.Ctim.Nano()}, nil
+	return seal{Dev: st.Dev, Inode: st.Ino, Size: st.Size, Ctime: st.Ctim.Nano()}, nil
 }
 
 // writeSeal records f as the file that was hashed.

@@ -103,7 +103,7 @@ func (b *bare) call(ctx context.Context, method, path string, in any) error {
 	if err != nil {
 		return err
 	}
-	defer resp.Body.Close() //nolint:errcheck // only read
+	defer resp.Body.Close()
 	answer, err := io.ReadAll(resp.Body)
 	if err == nil && resp.StatusCode/100 != 2 {
 		err = fmt.Errorf("the engine answers %s: %s", resp.Status, answer)
@@ -223,7 +223,7 @@ func (x *box) run(ctx context.Context, args ...string) (outcome, error) {
 	if err != nil {
 		return out, err
 	}
-	defer stream.Close() //nolint:errcheck // its end is told by Err
+	defer stream.Close()
 	acks := make(chan uint64, 1)
 	defer close(acks)
 	go x.acknowledge(ctx, session, acks)

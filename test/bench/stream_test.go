@@ -29,7 +29,7 @@ type log struct {
 // drain reads a stream to its end and, where check is set, compares every byte.
 func drain(t *testing.T, st *client.Stream, check bool) log {
 	t.Helper()
-	defer st.Close() //nolint:errcheck // returns nil
+	defer st.Close()
 	l := log{wrong: -1}
 	var c pattern.Checker
 	for {
@@ -90,7 +90,7 @@ func (f *fixture) sse(t *testing.T, id string, args ...string) (total int64) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer resp.Body.Close() //nolint:errcheck // only read
+	defer resp.Body.Close()
 	r := bufio.NewReaderSize(resp.Body, 256<<10)
 	var kind string
 	buf := make([]byte, 256<<10)

@@ -199,7 +199,6 @@ func (g *guest) ctx(d time.Duration) context.Context {
 // result is a session's whole log.
 type result struct {
 	out, err bytes.Buffer
-	order    []string
 	exit     *guestv1.Exit
 	offset   uint64
 }

@@ -132,7 +132,7 @@ func (w *tarWriter) add(at, name string) error {
 	}
 	sys, ok := st.Sys().(*syscall.Stat_t)
 	if ok && f != nil && sys.Nlink > 1 {
-		id := inode{uint64(sys.Dev), sys.Ino}
+		id := inode{sys.Dev, sys.Ino}
 		if first, seen := w.links[id]; seen {
 			h.Typeflag, h.Linkname, h.Size = tar.TypeLink, first, 0
 			f = nil

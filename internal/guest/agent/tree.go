@@ -94,7 +94,7 @@ func (w *walk) step(part string) error {
 		return nil
 	}
 	fd, err := openDirAt(w.top(), part)
-	if err == unix.ELOOP {
+	if errors.Is(err, unix.ELOOP) {
 		return w.link(part)
 	}
 	if err == nil {

@@ -48,7 +48,11 @@ func (a *Agent) Tunnel(ctx context.Context, stream *connect.BidiStream[guestv1.T
 		cancel()
 		return tunnelCut(err)
 	}
-	// The far end will send no more, but may still read.
+	// The far end will send no more, but may still read: an empty chunk tells.
+	if err := stream.Send(&guestv1.Chunk{}); err != nil {
+		cancel()
+		return tunnelCut(err)
+	}
 	select {
 	case err = <-up:
 	case <-ctx.Done():

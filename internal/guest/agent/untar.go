@@ -72,7 +72,7 @@ func (x *extractor) run(ctx context.Context, r io.Reader) error {
 	t := tar.NewReader(r)
 	for ctx.Err() == nil {
 		h, err := t.Next()
-		if err == io.EOF {
+		if errors.Is(err, io.EOF) {
 			x.setLate()
 			_, err = io.Copy(io.Discard, r) // what follows the end mark
 			return err

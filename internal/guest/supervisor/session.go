@@ -2,6 +2,7 @@ package supervisor
 
 import (
 	"context"
+	"errors"
 	"os"
 	"sync"
 	"syscall"
@@ -83,9 +84,9 @@ func (s *session) pump(src *source) {
 		n, rerr := 0, error(nil)
 		err = raw.Read(func(fd uintptr) bool {
 			n, rerr = s.readOnce(int(fd), src)
-			return rerr != unix.EAGAIN
+			return !errors.Is(rerr, unix.EAGAIN)
 		})
-		if err == nil && rerr != unix.ENOBUFS && (rerr != nil || n == 0) {
+		if err == nil && !errors.Is(rerr, unix.ENOBUFS) && (rerr != nil || n == 0) {
 			break
 		}
 		if n > 0 && n < gatherRead && time.Since(last) < 2*gatherTime {

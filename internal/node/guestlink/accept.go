@@ -120,7 +120,7 @@ func (l *Link) handle(conn net.Conn) {
 		l.deliver(p, hello.GetTicket())
 		return
 	}
-	defer p.Close()
+	defer func() { _ = p.Close() }()
 	if err := l.welcome(p); err != nil {
 		l.cfg.Log.Warn("the guest's setup failed", "error", err)
 		return

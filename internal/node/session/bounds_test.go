@@ -138,7 +138,7 @@ func TestExpiryAndRetention(t *testing.T) {
 	idle := r.register(done.Sandbox)
 	waiting, err := r.Reader(idle, 0)
 	must(t, err)
-	defer waiting.Close() //nolint:errcheck // only read
+	defer waiting.Close()
 	r.clock.add(9 * time.Minute)
 	must(t, r.Sweep(ctx(t)))
 	if st, err := r.State(idle); err != nil || st.Status != Created {

@@ -52,7 +52,7 @@ func TestKilledDaemon(t *testing.T) {
 	guest := newGuest(nil)
 	guest.run = func(p *fakeProc, args []string) {
 		var i int
-		fmt.Sscan(args[0], &i) //nolint:errcheck // our own number
+		fmt.Sscan(args[0], &i)
 		rng := rand.New(rand.NewPCG(9, uint64(i)))
 		for n := 0; ; n++ {
 			select {

@@ -140,7 +140,7 @@ func readSession(ctx context.Context, m *Manager, ref Ref, from uint64) (got tol
 	if err != nil {
 		return got, err
 	}
-	defer rd.Close() //nolint:errcheck // only read
+	defer rd.Close()
 	at := from
 	for {
 		ev, err := rd.Next(ctx)
@@ -286,7 +286,7 @@ func TestSlowReaderDoesNotStall(t *testing.T) {
 	ref := r.register(sandbox.NewID(sandbox.KindSandbox))
 	slow, err := r.Reader(ref, 0)
 	must(t, err)
-	defer slow.Close() //nolint:errcheck // only read
+	defer slow.Close()
 	_, err = r.Start(ctx(t), ref)
 	must(t, err)
 	ev, err := slow.Next(ctx(t))

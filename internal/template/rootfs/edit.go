@@ -3,6 +3,7 @@ package rootfs
 import (
 	"bytes"
 	"cmp"
+	"errors"
 	"io"
 	"path"
 	"slices"
@@ -71,7 +72,7 @@ func (t *Tree) Rewrite(spool *Spool, name string, change func([]byte) []byte) er
 		return nil
 	}
 	data := make([]byte, min(old.Size, 1<<20))
-	if _, err := spool.ReadAt(data, old.Offset); err != nil && err != io.EOF {
+	if _, err := spool.ReadAt(data, old.Offset); err != nil && !errors.Is(err, io.EOF) {
 		return err
 	}
 	return t.put(spool, dir, last, *old, change(data))

@@ -90,7 +90,7 @@ func onDisk(t *testing.T, root string) map[string]string {
 			size = 0 // directories count differently everywhere
 		}
 		rel, _ := filepath.Rel(root, path)
-		all[rel] = describe(info.Mode(), size, st.Uid, st.Gid, uint64(st.Nlink), st.Mtim.Sec, st.Mtim.Nsec, data)
+		all[rel] = describe(info.Mode(), size, st.Uid, st.Gid, st.Nlink, st.Mtim.Sec, st.Mtim.Nsec, data)
 		return err
 	})
 	if err != nil {

@@ -110,6 +110,7 @@ type GuestClient interface {
 	TarOut(context.Context, *connect.Request[guestv1.TarOutRequest]) (*connect.ServerStreamForClient[guestv1.Chunk], error)
 	TarIn(context.Context) *connect.ClientStreamForClient[guestv1.TarInRequest, guestv1.TarInResponse]
 	// Tunnel connects to host:port inside the sandbox. First TunnelRequest has the address, the others data.
+	// The first Chunk is empty: it is connected. A later empty one: the far end sends no more, but may still read.
 	Tunnel(context.Context) *connect.BidiStreamForClient[guestv1.TunnelRequest, guestv1.Chunk]
 }
 
@@ -387,6 +388,7 @@ type GuestHandler interface {
 	TarOut(context.Context, *connect.Request[guestv1.TarOutRequest], *connect.ServerStream[guestv1.Chunk]) error
 	TarIn(context.Context, *connect.ClientStream[guestv1.TarInRequest]) (*connect.Response[guestv1.TarInResponse], error)
 	// Tunnel connects to host:port inside the sandbox. First TunnelRequest has the address, the others data.
+	// The first Chunk is empty: it is connected. A later empty one: the far end sends no more, but may still read.
 	Tunnel(context.Context, *connect.BidiStream[guestv1.TunnelRequest, guestv1.Chunk]) error
 }
 

@@ -153,12 +153,12 @@ var createClauses = []Clause{
 	}},
 	{"create-corrupt-image", "A machine over an image that is none is refused, and nothing is left.", func(b *bench) {
 		junk := b.junk()
-		defer os.Remove(junk) //nolint:errcheck // it is in the temporary directory
+		defer os.Remove(junk)
 		refused(b, "", func(s *driver.Spec) { s.Image = junk })
 	}},
 	{"create-corrupt-guest", "A machine whose guest binary can't be run is refused, and nothing is left.", func(b *bench) {
 		junk := b.junk()
-		defer os.Remove(junk) //nolint:errcheck // it is in the temporary directory
+		defer os.Remove(junk)
 		refused(b, "", func(s *driver.Spec) { s.Guest = junk })
 	}},
 	{"create-malformed-id", "An id that is none is refused as invalid, by every call that could act on it.", func(b *bench) {
@@ -287,7 +287,7 @@ func (b *bench) junk() string {
 		b.Fatalf("%v", err)
 	}
 	path := filepath.Join(os.TempDir(), sandbox.NewID("junk_"))
-	if err := os.WriteFile(path, out, 0o755); err != nil { //nolint:gosec // as a program is
+	if err := os.WriteFile(path, out, 0o755); err != nil {
 		b.Fatalf("%v", err)
 	}
 	return path

@@ -181,7 +181,7 @@ var agentClauses = []Clause{
 		if err != nil {
 			b.Fatalf("extra: %v", err)
 		}
-		defer closer.Close() //nolint:errcheck // everything was read
+		defer closer.Close()
 		w := c.Write(b.ctx)
 		open := &guestv1.WriteRequest{Open: &guestv1.WriteOpen{Path: "/tmp/sent", Mode: 0o600, User: "user"}}
 		for piece := range slices.Chunk(data, 200_000) {
@@ -221,7 +221,7 @@ func (b *bench) read(x *box, path string) []byte {
 	if err != nil {
 		b.Fatalf("extra: %v", err)
 	}
-	defer closer.Close() //nolint:errcheck // everything was read
+	defer closer.Close()
 	s, err := c.Read(b.ctx, connect.NewRequest(&guestv1.ReadRequest{Path: path, Whole: true}))
 	if err != nil {
 		b.Fatalf("read: %v", err)
@@ -243,7 +243,7 @@ func tunnel(b *bench) {
 	if err != nil {
 		b.Fatalf("extra: %v", err)
 	}
-	defer closer.Close() //nolint:errcheck // everything was read
+	defer closer.Close()
 	data, err := b.h.Files.onHost("out", "1000000")
 	if err != nil {
 		b.Fatalf("%v", err)

@@ -139,7 +139,7 @@ func (l *Log) cutTail() error {
 	if err != nil {
 		return err
 	}
-	defer f.Close() //nolint:errcheck // nothing was written that Truncate did not report
+	defer f.Close()
 	good, end, tail, err := scan(f, s.base)
 	if err != nil {
 		return err

@@ -38,7 +38,7 @@ func must(t testing.TB, err error) {
 func readAll(t testing.TB, l *Log, from uint64) (out []byte, gaps [][2]uint64) {
 	t.Helper()
 	r := l.NewReader(from)
-	defer r.Close() //nolint:errcheck // only read
+	defer r.Close()
 	at := from
 	for {
 		rec, ok, err := r.Next()
@@ -120,7 +120,7 @@ func TestSmallOutputIsOneRecord(t *testing.T) {
 func TestQuotaTellsExactGap(t *testing.T) {
 	l := open(t, t.TempDir(), Options{Quota: 1 << 20})
 	early := l.NewReader(0)
-	defer early.Close() //nolint:errcheck // only read
+	defer early.Close()
 	data := noise(2, 5<<20)
 	must(t, l.Append(Stdout, data[:200<<10]))
 	must(t, l.Flush())
@@ -254,7 +254,7 @@ func TestReadersAreWoken(t *testing.T) {
 	for range 3 {
 		go func() {
 			r := l.NewReader(0)
-			defer r.Close() //nolint:errcheck // only read
+			defer r.Close()
 			for r.Offset() < total {
 				changed := l.Changed()
 				rec, ok, err := r.Next()

@@ -209,7 +209,7 @@ func (l *Log) Beginning() (started []byte, starting bool) {
 	if err != nil {
 		return nil, false
 	}
-	defer f.Close() //nolint:errcheck // it is only read
+	defer f.Close()
 	b := make([]byte, 4<<10)
 	n, _ := f.ReadAt(b, 0) // what there is of it
 	for b = b[:n]; ; {

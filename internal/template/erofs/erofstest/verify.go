@@ -164,12 +164,12 @@ func (v *verifier) entry(dir string, nid, parent uint64, e entry) error {
 	switch e.name {
 	case ".":
 		if e.nid != nid || e.typ != 2 {
-			return fmt.Errorf("%s: wrong .", dir)
+			return fmt.Errorf("%s: its own entry is wrong", dir)
 		}
 		return nil
 	case "..":
 		if e.nid != parent || e.typ != 2 {
-			return fmt.Errorf("%s: wrong ..", dir)
+			return fmt.Errorf("%s: its parent's entry is wrong", dir)
 		}
 		return nil
 	}

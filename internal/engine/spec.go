@@ -86,7 +86,10 @@ func ociSpec(req *enginerpc.CreateRequest) *specs.Spec {
 		Linux: &specs.Linux{
 			CgroupsPath: req.Cgroup,
 			Namespaces: []specs.LinuxNamespace{
-				{Type: specs.PIDNamespace}, {Type: specs.IPCNamespace}, {Type: specs.UTSNamespace}, {Type: specs.MountNamespace},
+				{Type: specs.PIDNamespace},
+				{Type: specs.IPCNamespace},
+				{Type: specs.UTSNamespace},
+				{Type: specs.MountNamespace},
 				{Type: specs.NetworkNamespace, Path: req.NetNS},
 			},
 			Resources: &specs.LinuxResources{

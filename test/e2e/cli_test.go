@@ -33,9 +33,18 @@ func TestCLI(t *testing.T) {
 		name string
 		run  func(*testing.T, *harness.Daemon, string)
 	}{
-		{"run", cliRun}, {"live output", cliLive}, {"Ctrl-C", cliInterrupt}, {"terminal", cliTerminal},
-		{"sessions", cliSessions}, {"copy", cliCopy}, {"forward", cliForward}, {"rows", cliRows},
-		{"templates", cliTemplates}, {"keys", cliKeys}, {"codes of errors", cliErrors}, {"host", cliHost},
+		{"run", cliRun},
+		{"live output", cliLive},
+		{"Ctrl-C", cliInterrupt},
+		{"terminal", cliTerminal},
+		{"sessions", cliSessions},
+		{"copy", cliCopy},
+		{"forward", cliForward},
+		{"rows", cliRows},
+		{"templates", cliTemplates},
+		{"keys", cliKeys},
+		{"codes of errors", cliErrors},
+		{"host", cliHost},
 	} {
 		t.Run(c.name, func(t *testing.T) { c.run(t, d.For(t), box) })
 	}

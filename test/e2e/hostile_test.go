@@ -97,10 +97,20 @@ func TestHostile(t *testing.T) {
 		name string
 		run  func(arena)
 	}{
-		{"fork bomb", forkBomb}, {"memory bomb", memoryBomb}, {"memory bomb in shm", shmBomb}, {"memory bomb of root", rootMemoryBomb},
-		{"disk filler", diskFiller}, {"disk filler in tmp", tmpFiller}, {"one long line", longLine}, {"tiny writes", tinyWrites},
-		{"ignores SIGTERM", ignoresTerm}, {"orphan holds stdout", orphan}, {"garbled protocol", garbled}, {"agent killed", agentKilled},
-		{"agent stopped", agentStopped}, {"PID 1 killed", initKilled},
+		{"fork bomb", forkBomb},
+		{"memory bomb", memoryBomb},
+		{"memory bomb in shm", shmBomb},
+		{"memory bomb of root", rootMemoryBomb},
+		{"disk filler", diskFiller},
+		{"disk filler in tmp", tmpFiller},
+		{"one long line", longLine},
+		{"tiny writes", tinyWrites},
+		{"ignores SIGTERM", ignoresTerm},
+		{"orphan holds stdout", orphan},
+		{"garbled protocol", garbled},
+		{"agent killed", agentKilled},
+		{"agent stopped", agentStopped},
+		{"PID 1 killed", initKilled},
 	} {
 		ok := t.Run(c.name, func(t *testing.T) {
 			begin := time.Now()

@@ -170,7 +170,9 @@ func (a *Agent) Follow(ctx context.Context, req *connect.Request[guestv1.FollowR
 	failed := make(chan error, 1)
 	defer func() {
 		cancel()
-		_ = <-failed // it ended because of the cancel, or was read already
+		for range failed {
+			// It ended because of the cancel, or was read already.
+		}
 	}()
 	go func() {
 		err := a.fetchAll(ctx, req.Msg.GetSession(), req.Msg.GetOffset(), pieces)

@@ -22,6 +22,7 @@ type ent struct {
 }
 
 func dir(name string) ent { return ent{tar.Header{Name: name, Typeflag: tar.TypeDir, Mode: 0o755}, ""} }
+
 func file(name, data string) ent {
 	return ent{tar.Header{Name: name, Typeflag: tar.TypeReg, Mode: 0o644}, data}
 }
@@ -29,6 +30,7 @@ func file(name, data string) ent {
 func symlink(name, to string) ent {
 	return ent{tar.Header{Name: name, Typeflag: tar.TypeSymlink, Linkname: to, Mode: 0o777}, ""}
 }
+
 func link(name, to string) ent {
 	return ent{tar.Header{Name: name, Typeflag: tar.TypeLink, Linkname: to}, ""}
 }

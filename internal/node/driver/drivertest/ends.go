@@ -306,8 +306,8 @@ func descriptorsNotInherited(b *bench) {
 	if err != nil {
 		b.Fatalf("%v", err)
 	}
-	defer syscall.Close(fd)      //nolint:errcheck // it was only read
-	defer syscall.Unlink(marker) //nolint:errcheck // it is in the temporary directory
+	defer syscall.Close(fd)
+	defer syscall.Unlink(marker)
 	x := b.box()
 	pids := b.pids(x.m.ID())
 	if len(pids) == 0 {

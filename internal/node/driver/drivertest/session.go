@@ -127,7 +127,7 @@ func followOnce(ctx context.Context, c guestv1connect.GuestClient, session strin
 	if err != nil {
 		return err
 	}
-	defer s.Close() //nolint:errcheck // what was read was read
+	defer s.Close()
 	acked := r.offset
 	for s.Receive() {
 		ev := s.Msg()

@@ -46,6 +46,9 @@ func (s *Store) BuildDebian(ctx context.Context, src sandbox.DebianSource, cfg s
 			return built, err
 		}
 	}
+	if progress == nil {
+		progress = func(string) {}
+	}
 	if err := missingTool("mmdebstrap"); err != nil {
 		return built, err
 	}

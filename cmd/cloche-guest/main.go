@@ -40,9 +40,10 @@ func main() {
 }
 
 func run(role string, log *slog.Logger) error {
-	// Many of these run on one host, mostly idle: memory matters more than cores.
+	// Many of these run on one host, mostly idle: memory matters more than cores,
+	// and each hand-over between threads costs two switches into the sentry.
 	debug.SetGCPercent(50)
-	runtime.GOMAXPROCS(min(2, runtime.NumCPU()))
+	runtime.GOMAXPROCS(1)
 	switch role {
 	case "version":
 		fmt.Println("cloche-guest", build)

@@ -213,10 +213,9 @@ func (f *fixture) streams(t *testing.T) {
 	report(t, "5 streams of 50 MB at once from five sandboxes", "s", "s, guests' connections", 0, five)
 	for name, p := range map[string]pairs{"one sandbox": one, "five sandboxes": five} {
 		rate := each / 1e6 / median(p.ours)
-		fmt.Printf("5 streams at once, %s: %.0f MB/s each, %.0f MB/s in all\n", name, rate, n*rate)
-		if rate < 20 {
-			t.Errorf("5 streams at once, %s: %.1f MB/s each, and the goal is 20", name, rate)
-		}
+		// From the request to the exit; what is demanded while they stream is
+		// measured by TestStreamsOutliveTheDaemon of test/e2e.
+		fmt.Printf("5 streams at once, %s: %.1f MB/s each, %.0f MB/s in all\n", name, rate, n*rate)
 	}
 }
 

@@ -35,12 +35,14 @@ func (c *Control) making(ctx context.Context) (done func()) {
 	}
 }
 
-// doom removes the files of a digest that no row has, now or after what is
-// being made.
-func (c *Control) doom(ctx context.Context, digest string) {
+// doom removes the files of those digests that no row has, now or after what
+// is being made.
+func (c *Control) doom(ctx context.Context, digests ...string) {
 	c.files.mu.Lock()
 	defer c.files.mu.Unlock()
-	c.files.doomed[digest] = true
+	for _, digest := range digests {
+		c.files.doomed[digest] = true
+	}
 	c.removeDoomed(context.WithoutCancel(ctx))
 }
 
@@ -51,9 +53,7 @@ func (c *Control) collectFiles(ctx context.Context) {
 		c.logErr(ctx, "can't list the templates' files", err)
 		return
 	}
-	for _, digest := range digests {
-		c.doom(ctx, digest)
-	}
+	c.doom(ctx, digests...)
 }
 
 func (c *Control) removeDoomed(ctx context.Context) {

@@ -74,6 +74,16 @@ drivertest: build dist/testreport ## hold the gVisor driver to the named contrac
 e2e: build dist/testreport ## drive the built binary as a user would, over HTTP and by CLI
 	@$(REPORT) -v -suite e2e -out dist/test/e2e.json -- $(GOTEST) -count=1 -timeout 30m $(RUNFLAG) ./test/e2e/...
 
+# The build that can be killed at failpoints and made careless; the engine and
+# the agent in it are those of bin/cloche.
+.PHONY: dist/chaos/cloche
+dist/chaos/cloche: $(EMBEDDED)/cloche-guest $(EMBEDDED)/cloche-gvisor
+	@go build -tags clochefaults $(REPRODUCIBLE) -ldflags "-s -w -X main.version=$(VERSION)" -o $@ ./cmd/cloche
+
+.PHONY: chaos
+chaos: build dist/chaos/cloche dist/testreport ## kill everything at any time and check every answer (CHAOS_KILLS=500, CHAOS_SEED, CHAOS_TIME)
+	@$(REPORT) -v -suite chaos -out dist/test/chaos.json -- $(GOTEST) -tags clochefaults -count=1 -timeout 90m $(RUNFLAG) ./test/chaos/...
+
 .PHONY: test
 test: ## everything that CI checks: check, unit, drivertest, e2e
 	@scripts/test.sh $(SUITES)

@@ -4,6 +4,7 @@
 package api
 
 import (
+	"encoding/json"
 	"time"
 )
 
@@ -112,6 +113,33 @@ func (e OperationState) Valid() bool {
 	}
 }
 
+// Defines values for Reaction.
+const (
+	ReactDelete  Reaction = "delete"
+	ReactNone    Reaction = "none"
+	ReactStart   Reaction = "start"
+	ReactStop    Reaction = "stop"
+	ReactSuspend Reaction = "suspend"
+)
+
+// Valid indicates whether the value is a known member of the Reaction enum.
+func (e Reaction) Valid() bool {
+	switch e {
+	case ReactDelete:
+		return true
+	case ReactNone:
+		return true
+	case ReactStart:
+		return true
+	case ReactStop:
+		return true
+	case ReactSuspend:
+		return true
+	default:
+		return false
+	}
+}
+
 // Defines values for Role.
 const (
 	RoleAdmin   Role = "admin"
@@ -127,6 +155,24 @@ func (e Role) Valid() bool {
 	case RoleProject:
 		return true
 	case RoleRead:
+		return true
+	default:
+		return false
+	}
+}
+
+// Defines values for SandboxDurability.
+const (
+	DurabilityCrash    SandboxDurability = "crash"
+	DurabilitySnapshot SandboxDurability = "snapshot"
+)
+
+// Valid indicates whether the value is a known member of the SandboxDurability enum.
+func (e SandboxDurability) Valid() bool {
+	switch e {
+	case DurabilityCrash:
+		return true
+	case DurabilitySnapshot:
 		return true
 	default:
 		return false
@@ -286,6 +332,48 @@ func (e SignalName) Valid() bool {
 	}
 }
 
+// Defines values for SnapshotKind.
+const (
+	SnapshotDisk   SnapshotKind = "disk"
+	SnapshotMemory SnapshotKind = "memory"
+)
+
+// Valid indicates whether the value is a known member of the SnapshotKind enum.
+func (e SnapshotKind) Valid() bool {
+	switch e {
+	case SnapshotDisk:
+		return true
+	case SnapshotMemory:
+		return true
+	default:
+		return false
+	}
+}
+
+// Defines values for SnapshotState.
+const (
+	SnapshotCreating SnapshotState = "creating"
+	SnapshotDeleting SnapshotState = "deleting"
+	SnapshotFailed   SnapshotState = "failed"
+	SnapshotReady    SnapshotState = "ready"
+)
+
+// Valid indicates whether the value is a known member of the SnapshotState enum.
+func (e SnapshotState) Valid() bool {
+	switch e {
+	case SnapshotCreating:
+		return true
+	case SnapshotDeleting:
+		return true
+	case SnapshotFailed:
+		return true
+	case SnapshotReady:
+		return true
+	default:
+		return false
+	}
+}
+
 // Defines values for StreamEventType.
 const (
 	EventError     StreamEventType = "error"
@@ -326,6 +414,12 @@ func (e StreamEventType) Valid() bool {
 type AcceptedSandbox struct {
 	Operation Operation `json:"operation"`
 	Sandbox   Sandbox   `json:"sandbox"`
+}
+
+// AcceptedSnapshot defines model for AcceptedSnapshot.
+type AcceptedSnapshot struct {
+	Operation Operation `json:"operation"`
+	Snapshot  Snapshot  `json:"snapshot"`
 }
 
 // AccessPurpose defines model for AccessPurpose.
@@ -371,7 +465,7 @@ type CreateKeyRequest struct {
 	Role    Role      `json:"role"`
 }
 
-// CreateSandboxRequest defines model for CreateSandboxRequest.
+// CreateSandboxRequest It names a template or a snapshot, not both. With a snapshot it names no resources, since it has those of the snapshot
 type CreateSandboxRequest struct {
 	// Env Names are letters, digits and any of `_.-`, do not begin with a digit and are at most 256 bytes; 128 KiB in all
 	Env Env `json:"env,omitempty,omitzero"`
@@ -379,15 +473,20 @@ type CreateSandboxRequest struct {
 	// Labels Keys are 1 to 63 of `A-Za-z0-9._/-` and begin with a letter or digit; values have no control characters
 	Labels Labels `json:"labels,omitempty,omitzero"`
 
+	// Policy What is missing stays as it is; a new sandbox then gets: suspended after 6 hours untouched, deleted when its TTL ends, left alone when
+	// its machine ends by itself, not woken by access, its disk saved every 5 minutes
+	Policy *PolicyRequest `json:"policy,omitempty"`
+
 	// Resources What is missing has the host's default
 	Resources ResourcesRequest `json:"resources,omitempty,omitzero"`
+	Snapshot  SnapshotID       `json:"snapshot,omitempty,omitzero"`
 
 	// Template A template's digest, or a release (`name` is `name:latest`)
 	//
 	// Example: base
-	Template TemplateRef `json:"template"`
+	Template TemplateRef `json:"template,omitempty,omitzero"`
 
-	// TtlSeconds It is deleted so long after now
+	// TtlSeconds So long after now its TTL ends
 	TtlSeconds int64 `json:"ttl_seconds,omitempty,omitzero"`
 }
 
@@ -428,12 +527,27 @@ type Digest = string
 // Directory Example: /home/user
 type Directory = string
 
+// DrainReport defines model for DrainReport.
+type DrainReport struct {
+	// Done The sandboxes whose state is safe
+	Done []string `json:"done"`
+
+	// Left The others, and why
+	Left map[string]string `json:"left"`
+}
+
+// DrainRequest defines model for DrainRequest.
+type DrainRequest struct {
+	// WithinSeconds How long it may take
+	WithinSeconds int `json:"within_seconds"`
+}
+
 // End Why and when a sandbox's machine ended
 type End struct {
 	At     time.Time `json:"at"`
 	Detail string    `json:"detail,omitempty,omitzero"`
 
-	// Reason deleted, expired, exited, oom, killed, crashed, host_restart, create_failed or unknown
+	// Reason deleted, expired, idle, exited, oom, killed, crashed, host_restart, create_failed, suspended, stopped, rolled_back or unknown
 	Reason string `json:"reason"`
 }
 
@@ -451,6 +565,42 @@ type ErrorBody struct {
 
 // ErrorClass defines model for ErrorClass.
 type ErrorClass string
+
+// Event defines model for Event.
+type Event struct {
+	At time.Time `json:"at"`
+
+	// Data What changed; its fields depend on the type
+	Data      json.RawMessage `json:"data,omitempty,omitzero"`
+	Operation string          `json:"operation,omitempty,omitzero"`
+	Project   ProjectID       `json:"project"`
+	Sandbox   string          `json:"sandbox,omitempty,omitzero"`
+
+	// Seq Its place in the order of all events
+	Seq int64 `json:"seq"`
+
+	// Type e.g. sandbox.state
+	Type string `json:"type"`
+}
+
+// EventList defines model for EventList.
+type EventList struct {
+	// Gap Events between these sequences were asked for and are no longer kept
+	Gap   *EventsGap `json:"gap,omitempty"`
+	Items []Event    `json:"items"`
+
+	// NextAfter The `after` of the next page
+	NextAfter int64 `json:"next_after"`
+}
+
+// EventsGap Events between these sequences were asked for and are no longer kept
+type EventsGap struct {
+	// After What was asked for begins behind it
+	After int64 `json:"after"`
+
+	// Oldest The first that is kept
+	Oldest int64 `json:"oldest"`
+}
 
 // ExecRequest defines model for ExecRequest.
 type ExecRequest struct {
@@ -545,10 +695,42 @@ type FileWritten struct {
 	Written int64 `json:"written"`
 }
 
+// ForkRequest defines model for ForkRequest.
+type ForkRequest struct {
+	Count int `json:"count,omitempty,omitzero"`
+
+	// Env Names are letters, digits and any of `_.-`, do not begin with a digit and are at most 256 bytes; 128 KiB in all
+	Env Env `json:"env,omitempty,omitzero"`
+
+	// Labels Keys are 1 to 63 of `A-Za-z0-9._/-` and begin with a letter or digit; values have no control characters
+	Labels Labels `json:"labels,omitempty,omitzero"`
+
+	// WaitSeconds So long the snapshot waits for tunnels and transfers to end before it cuts them
+	WaitSeconds WaitForTransfers `json:"wait_seconds,omitempty,omitzero"`
+}
+
+// Forked defines model for Forked.
+type Forked struct {
+	Children  []AcceptedSandbox `json:"children"`
+	Operation Operation         `json:"operation"`
+}
+
 // Health defines model for Health.
 type Health struct {
 	// Status Example: ok
 	Status string `json:"status"`
+}
+
+// IdlePolicy defines model for IdlePolicy.
+type IdlePolicy struct {
+	Action       Reaction `json:"action"`
+	AfterSeconds int64    `json:"after_seconds"`
+}
+
+// IdleRequest What is done when nothing has touched the sandbox for a while
+type IdleRequest struct {
+	Action       Reaction `json:"action,omitempty,omitzero"`
+	AfterSeconds int64    `json:"after_seconds,omitempty,omitzero"`
 }
 
 // Key defines model for Key.
@@ -598,9 +780,25 @@ type MoveRequest struct {
 	To Path `json:"to"`
 }
 
+// Needs What it can be restored with, and with nothing else
+type Needs struct {
+	// Cpu Features of the processor
+	Cpu []string `json:"cpu,omitempty,omitzero"`
+
+	// Digest Of the template
+	Digest     string `json:"digest"`
+	Driver     string `json:"driver"`
+	Engine     string `json:"engine,omitempty,omitzero"`
+	EngineHash string `json:"engine_hash,omitempty,omitzero"`
+	Format     int    `json:"format"`
+	Guest      string `json:"guest,omitempty,omitzero"`
+}
+
 // Operation defines model for Operation.
 type Operation struct {
-	CreatedAt time.Time `json:"created_at"`
+	// Children The sandboxes that a fork makes
+	Children  []SandboxID `json:"children,omitempty,omitzero"`
+	CreatedAt time.Time   `json:"created_at"`
 
 	// Delay What the operation waits for; it is late, not failed
 	Delay   *Delay      `json:"delay,omitempty"`
@@ -608,12 +806,15 @@ type Operation struct {
 	Error   *ErrorBody  `json:"error,omitempty"`
 	Id      OperationID `json:"id"`
 
-	// Key Id of the key that asked, or "system"
+	// Key Id of the key that asked; "system" (the TTL), "system-idle", "system-crash", "system-access" or "system-drain" where Cloche did it on its own
 	Key     string    `json:"key"`
 	Project ProjectID `json:"project"`
 
 	// Sandbox Example: sbx_aaaaaaaaaaaaaaaaaaaa
-	Sandbox   SandboxID      `json:"sandbox,omitempty,omitzero"`
+	Sandbox SandboxID `json:"sandbox,omitempty,omitzero"`
+
+	// Snapshot The snapshot that it takes or goes back to
+	Snapshot  string         `json:"snapshot,omitempty,omitzero"`
 	StartedAt time.Time      `json:"started_at,omitempty,omitzero"`
 	State     OperationState `json:"state"`
 
@@ -623,7 +824,7 @@ type Operation struct {
 	// Template The digest that a build made
 	Template string `json:"template,omitempty,omitzero"`
 
-	// Verb create, delete or build
+	// Verb create, delete, stop, start, pause, resume, suspend, restore, wake, fork, snapshot, rollback or build
 	Verb string `json:"verb"`
 }
 
@@ -643,6 +844,35 @@ type OperationState string
 
 // Path Example: /home/user/a.txt
 type Path = string
+
+// Policy What Cloche does to a sandbox on its own
+type Policy struct {
+	// CheckpointSeconds How often its disk is saved while it runs; 0 is never
+	CheckpointSeconds int64      `json:"checkpoint_seconds"`
+	Idle              IdlePolicy `json:"idle"`
+	OnCrash           Reaction   `json:"on_crash"`
+	OnExpiry          Reaction   `json:"on_expiry"`
+	WakeOnAccess      bool       `json:"wake_on_access"`
+}
+
+// PolicyRequest What is missing stays as it is; a new sandbox then gets: suspended after 6 hours untouched, deleted when its TTL ends, left alone when
+// its machine ends by itself, not woken by access, its disk saved every 5 minutes
+type PolicyRequest struct {
+	// CheckpointSeconds How often its disk is saved while it runs and may have changed, where its durability is snapshot; 0 is never
+	CheckpointSeconds *int64 `json:"checkpoint_seconds,omitempty"`
+
+	// Idle What is done when nothing has touched the sandbox for a while
+	Idle IdleRequest `json:"idle,omitempty,omitzero"`
+
+	// OnCrash What follows when the machine ends by itself; start begins from the recovery point
+	OnCrash Reaction `json:"on_crash,omitempty,omitzero"`
+
+	// OnExpiry What the end of the TTL does
+	OnExpiry Reaction `json:"on_expiry,omitempty,omitzero"`
+
+	// WakeOnAccess Attaching, stdin, changes of files and tunnels wake the sandbox, and wait for it
+	WakeOnAccess *bool `json:"wake_on_access,omitempty"`
+}
 
 // Problem RFC 9457, with Cloche's own fields
 type Problem struct {
@@ -690,8 +920,29 @@ type ProcessSpec struct {
 	User UserName `json:"user,omitempty,omitzero"`
 }
 
+// Project defines model for Project.
+type Project struct {
+	CreatedAt time.Time `json:"created_at"`
+	Id        ProjectID `json:"id"`
+	Name      string    `json:"name"`
+
+	// Quotas What a project may have at once; 0 or missing is no bound
+	Quotas Quotas `json:"quotas"`
+}
+
 // ProjectID defines model for ProjectID.
 type ProjectID = string
+
+// ProjectUsage defines model for ProjectUsage.
+type ProjectUsage struct {
+	Project ProjectID `json:"project"`
+
+	// Quotas What a project may have at once; 0 or missing is no bound
+	Quotas Quotas `json:"quotas"`
+
+	// Usage What there is now, in the units of Quotas
+	Usage Usage `json:"usage"`
+}
 
 // PutReleaseRequest defines model for PutReleaseRequest.
 type PutReleaseRequest struct {
@@ -699,6 +950,38 @@ type PutReleaseRequest struct {
 	//
 	// Example: base
 	Template TemplateRef `json:"template"`
+}
+
+// Quotas What a project may have at once; 0 or missing is no bound
+type Quotas struct {
+	// DiskMib What sandboxes may write and what snapshots hold
+	DiskMib int64 `json:"disk_mib,omitempty,omitzero"`
+
+	// MemoryMib Of sandboxes with a machine
+	MemoryMib int `json:"memory_mib,omitempty,omitzero"`
+
+	// MilliCpu Of sandboxes with a machine
+	MilliCpu int `json:"milli_cpu,omitempty,omitzero"`
+
+	// Running Sandboxes with a machine
+	Running int `json:"running,omitempty,omitzero"`
+
+	// Snapshots Named ones
+	Snapshots int `json:"snapshots,omitempty,omitzero"`
+
+	// Suspended Sandboxes without one, the stopped and failed included
+	Suspended int `json:"suspended,omitempty,omitzero"`
+}
+
+// Reaction defines model for Reaction.
+type Reaction string
+
+// RecoveryPoint The snapshot that holds what outlives the machine: of a suspended sandbox its memory and disk, of a stopped one its disk, of any other
+// what a start after a crash begins from. Missing is the template (or, of one created from a snapshot, that snapshot)
+type RecoveryPoint struct {
+	// At The instant that it holds
+	At       time.Time  `json:"at,omitempty,omitzero"`
+	Snapshot SnapshotID `json:"snapshot"`
 }
 
 // Release defines model for Release.
@@ -734,6 +1017,11 @@ type ResourcesRequest struct {
 // Role defines model for Role.
 type Role string
 
+// RollbackRequest defines model for RollbackRequest.
+type RollbackRequest struct {
+	Snapshot SnapshotID `json:"snapshot"`
+}
+
 // RuntimeConfig A template's part that is not files
 type RuntimeConfig struct {
 	Command []string `json:"command,omitempty,omitzero"`
@@ -752,9 +1040,14 @@ type RuntimeConfig struct {
 
 // Sandbox defines model for Sandbox.
 type Sandbox struct {
+	// Base The named snapshot that it last passed through, the parent of its next one; missing is its template
+	Base      string    `json:"base,omitempty,omitzero"`
 	CreatedAt time.Time `json:"created_at"`
 	Digest    Digest    `json:"digest"`
 	Driver    string    `json:"driver,omitempty,omitzero"`
+
+	// Durability What of its disk outlives the sudden end of its machine. `snapshot` is what its recovery point holds, `crash` is what it had synced
+	Durability SandboxDurability `json:"durability,omitempty,omitzero"`
 
 	// End Why and when a sandbox's machine ended
 	End *End `json:"end,omitempty"`
@@ -762,7 +1055,10 @@ type Sandbox struct {
 	// Env Missing for read keys
 	Env map[string]string `json:"env,omitempty,omitzero"`
 
-	// ExpiresAt When the TTL deletes it
+	// Epoch Grows with each machine that was brought up for it: with each boot, restore and rollback. 0 before the first
+	Epoch int64 `json:"epoch"`
+
+	// ExpiresAt When the TTL ends
 	ExpiresAt time.Time `json:"expires_at,omitempty,omitzero"`
 
 	// Id Example: sbx_aaaaaaaaaaaaaaaaaaaa
@@ -770,15 +1066,34 @@ type Sandbox struct {
 	Labels map[string]string `json:"labels"`
 
 	// Operation The operation under way
-	Operation string       `json:"operation,omitempty,omitzero"`
-	Project   ProjectID    `json:"project"`
-	Resources Resources    `json:"resources"`
-	State     SandboxState `json:"state"`
+	Operation string `json:"operation,omitempty,omitzero"`
+
+	// Parent The sandbox that it was forked from
+	Parent string `json:"parent,omitempty,omitzero"`
+
+	// Policy What Cloche does to a sandbox on its own
+	Policy  Policy    `json:"policy"`
+	Project ProjectID `json:"project"`
+
+	// RecoveryPoint The snapshot that holds what outlives the machine: of a suspended sandbox its memory and disk, of a stopped one its disk, of any other
+	// what a start after a crash begins from. Missing is the template (or, of one created from a snapshot, that snapshot)
+	RecoveryPoint *RecoveryPoint `json:"recovery_point,omitempty"`
+	Resources     Resources      `json:"resources"`
+
+	// Source The snapshot that it was created from
+	Source string       `json:"source,omitempty,omitzero"`
+	State  SandboxState `json:"state"`
 
 	// Template As it was asked for
-	Template  string    `json:"template"`
+	Template string `json:"template"`
+
+	// TouchedAt When it was last used: by an attach or a tunnel (for as long as it is open), stdin, a call on its files or a lifecycle call
+	TouchedAt time.Time `json:"touched_at"`
 	UpdatedAt time.Time `json:"updated_at"`
 }
+
+// SandboxDurability What of its disk outlives the sudden end of its machine. `snapshot` is what its recovery point holds, `crash` is what it had synced
+type SandboxDurability string
 
 // SandboxID Example: sbx_aaaaaaaaaaaaaaaaaaaa
 type SandboxID = string
@@ -816,7 +1131,10 @@ type Session struct {
 	// Env Missing for read keys
 	Env  map[string]string `json:"env,omitempty,omitzero"`
 	Exit *Exit             `json:"exit,omitempty"`
-	Id   SessionID         `json:"id"`
+
+	// Held Its sandbox is paused or suspended: it stands still, and goes on when that goes on
+	Held bool      `json:"held,omitempty,omitzero"`
+	Id   SessionID `json:"id"`
 
 	// Key Id of the key that made it
 	Key string `json:"key,omitempty,omitzero"`
@@ -827,11 +1145,17 @@ type Session struct {
 	// OffsetNext The offset after the last output
 	OffsetNext int64 `json:"offset_next"`
 
+	// Parent The session that it goes on from, on a new timeline (fork, rollback, create from a snapshot)
+	Parent string `json:"parent,omitempty,omitzero"`
+
+	// ParentOffset The offset of the output of `parent` where this one begins
+	ParentOffset int64 `json:"parent_offset,omitempty,omitzero"`
+
 	// Sandbox Example: sbx_aaaaaaaaaaaaaaaaaaaa
 	Sandbox   SandboxID `json:"sandbox"`
 	StartedAt time.Time `json:"started_at,omitempty,omitzero"`
 
-	// State created (not started yet), running, exited, lost (the machine ended first; the log is a prefix), expired (not attached in time, or the log is past its keeping)
+	// State created (not started yet), running, exited, lost (the machine ended or was rolled back first; the log is a prefix), expired (not attached in time, or the log is past its keeping)
 	State          SessionState `json:"state"`
 	Stdin          bool         `json:"stdin,omitempty,omitzero"`
 	TimeoutSeconds int64        `json:"timeout_seconds,omitempty,omitzero"`
@@ -850,7 +1174,7 @@ type SessionList struct {
 	NextPageToken string `json:"next_page_token,omitempty,omitzero"`
 }
 
-// SessionState created (not started yet), running, exited, lost (the machine ended first; the log is a prefix), expired (not attached in time, or the log is past its keeping)
+// SessionState created (not started yet), running, exited, lost (the machine ended or was rolled back first; the log is a prefix), expired (not attached in time, or the log is past its keeping)
 type SessionState string
 
 // SignalName defines model for SignalName.
@@ -860,6 +1184,74 @@ type SignalName string
 type SignalRequest struct {
 	Signal SignalName `json:"signal"`
 }
+
+// Snapshot defines model for Snapshot.
+type Snapshot struct {
+	CreatedAt time.Time `json:"created_at"`
+
+	// Digest Of the template
+	Digest string     `json:"digest"`
+	Driver string     `json:"driver"`
+	Id     SnapshotID `json:"id"`
+
+	// Kind What it holds; memory holds the disk too
+	Kind SnapshotKind `json:"kind"`
+	Name string       `json:"name,omitempty,omitzero"`
+
+	// Needs What it can be restored with, and with nothing else
+	Needs *Needs `json:"needs,omitempty"`
+
+	// Operation The operation that took it
+	Operation string `json:"operation,omitempty,omitzero"`
+
+	// Parent The named snapshot before it on its timeline; missing is the template
+	Parent  string    `json:"parent,omitempty,omitzero"`
+	Project ProjectID `json:"project"`
+
+	// Purpose named (kept until it is deleted), suspend, stop, fork or checkpoint (those go when no sandbox needs them)
+	Purpose   string    `json:"purpose"`
+	Resources Resources `json:"resources"`
+
+	// Sandbox What it was taken of; that sandbox may be gone
+	Sandbox string `json:"sandbox"`
+
+	// SizeBytes On the host's disk
+	SizeBytes int64         `json:"size_bytes"`
+	State     SnapshotState `json:"state"`
+
+	// TakenAt The instant that it holds
+	TakenAt  time.Time `json:"taken_at,omitempty,omitzero"`
+	Template string    `json:"template"`
+}
+
+// SnapshotID defines model for SnapshotID.
+type SnapshotID = string
+
+// SnapshotKind What it holds; memory holds the disk too
+type SnapshotKind string
+
+// SnapshotList defines model for SnapshotList.
+type SnapshotList struct {
+	Items []Snapshot `json:"items"`
+
+	// NextPageToken Missing on the last page
+	NextPageToken string `json:"next_page_token,omitempty,omitzero"`
+}
+
+// SnapshotRequest defines model for SnapshotRequest.
+type SnapshotRequest struct {
+	// Kind What it holds; memory holds the disk too
+	Kind SnapshotKind `json:"kind,omitempty,omitzero"`
+
+	// Name For people; need not be unique
+	Name string `json:"name,omitempty,omitzero"`
+
+	// WaitSeconds So long the snapshot waits for tunnels and transfers to end before it cuts them
+	WaitSeconds WaitForTransfers `json:"wait_seconds,omitempty,omitzero"`
+}
+
+// SnapshotState defines model for SnapshotState.
+type SnapshotState string
 
 // StdinState defines model for StdinState.
 type StdinState struct {
@@ -929,8 +1321,22 @@ type UpdateSandboxRequest struct {
 	// Labels Keys are 1 to 63 of `A-Za-z0-9._/-` and begin with a letter or digit; values have no control characters
 	Labels Labels `json:"labels,omitempty,omitzero"`
 
-	// TtlSeconds It is deleted so long after now; null is never
+	// Policy What is missing stays as it is; a new sandbox then gets: suspended after 6 hours untouched, deleted when its TTL ends, left alone when
+	// its machine ends by itself, not woken by access, its disk saved every 5 minutes
+	Policy *PolicyRequest `json:"policy,omitempty"`
+
+	// TtlSeconds So long after now its TTL ends; null is never
 	TtlSeconds *int64 `json:"ttl_seconds,omitempty"`
+}
+
+// Usage What there is now, in the units of Quotas
+type Usage struct {
+	DiskMib   int64 `json:"disk_mib"`
+	MemoryMib int   `json:"memory_mib"`
+	MilliCpu  int   `json:"milli_cpu"`
+	Running   int   `json:"running"`
+	Snapshots int   `json:"snapshots"`
+	Suspended int   `json:"suspended"`
 }
 
 // UserName A user by name or `uid[:gid]`, resolved inside the sandbox
@@ -947,6 +1353,9 @@ type Version struct {
 	Driver  string `json:"driver,omitempty,omitzero"`
 	Version string `json:"version"`
 }
+
+// WaitForTransfers So long the snapshot waits for tunnels and transfers to end before it cuts them
+type WaitForTransfers = int
 
 // WindowSize defines model for WindowSize.
 type WindowSize struct {
@@ -1032,6 +1441,21 @@ type UnsupportedMediaType = Problem
 
 // UpgradeRequired RFC 9457, with Cloche's own fields
 type UpgradeRequired = Problem
+
+// ListEventsParams defines parameters for ListEvents.
+type ListEventsParams struct {
+	// After Begin behind this sequence; 0 is the oldest that is kept. Last-Event-ID wins over it
+	After *int64 `form:"after,omitempty" json:"after,omitempty"`
+
+	// Limit At most so many events in a list
+	Limit int `form:"limit,omitempty" json:"limit,omitempty,omitzero"`
+
+	// WaitSeconds A list that would be empty waits so long for an event
+	WaitSeconds int `form:"wait_seconds,omitempty" json:"wait_seconds,omitempty,omitzero"`
+
+	// LastEventID The `id` of the last event seen; wins over `offset`
+	LastEventID LastEventIDParam `json:"Last-Event-ID,omitempty,omitzero"`
+}
 
 // CreateKeyParams defines parameters for CreateKey.
 type CreateKeyParams struct {
@@ -1159,6 +1583,36 @@ type StatFileParams struct {
 	Path FilePathParam `form:"path" json:"path"`
 }
 
+// ForkSandboxParams defines parameters for ForkSandbox.
+type ForkSandboxParams struct {
+	// IdempotencyKey Makes a repetition of this request answer the same row
+	IdempotencyKey IdempotencyKeyParam `json:"Idempotency-Key,omitempty,omitzero"`
+}
+
+// PauseSandboxParams defines parameters for PauseSandbox.
+type PauseSandboxParams struct {
+	// IdempotencyKey Makes a repetition of this request answer the same row
+	IdempotencyKey IdempotencyKeyParam `json:"Idempotency-Key,omitempty,omitzero"`
+}
+
+// RestoreSandboxParams defines parameters for RestoreSandbox.
+type RestoreSandboxParams struct {
+	// IdempotencyKey Makes a repetition of this request answer the same row
+	IdempotencyKey IdempotencyKeyParam `json:"Idempotency-Key,omitempty,omitzero"`
+}
+
+// ResumeSandboxParams defines parameters for ResumeSandbox.
+type ResumeSandboxParams struct {
+	// IdempotencyKey Makes a repetition of this request answer the same row
+	IdempotencyKey IdempotencyKeyParam `json:"Idempotency-Key,omitempty,omitzero"`
+}
+
+// RollbackSandboxParams defines parameters for RollbackSandbox.
+type RollbackSandboxParams struct {
+	// IdempotencyKey Makes a repetition of this request answer the same row
+	IdempotencyKey IdempotencyKeyParam `json:"Idempotency-Key,omitempty,omitzero"`
+}
+
 // ListSessionsParams defines parameters for ListSessions.
 type ListSessionsParams struct {
 	// Limit At most so many rows
@@ -1207,6 +1661,51 @@ type WriteStdinParams struct {
 	Close bool `form:"close,omitempty" json:"close,omitempty,omitzero"`
 }
 
+// TakeSnapshotParams defines parameters for TakeSnapshot.
+type TakeSnapshotParams struct {
+	// IdempotencyKey Makes a repetition of this request answer the same row
+	IdempotencyKey IdempotencyKeyParam `json:"Idempotency-Key,omitempty,omitzero"`
+}
+
+// StartSandboxParams defines parameters for StartSandbox.
+type StartSandboxParams struct {
+	// IdempotencyKey Makes a repetition of this request answer the same row
+	IdempotencyKey IdempotencyKeyParam `json:"Idempotency-Key,omitempty,omitzero"`
+}
+
+// StopSandboxParams defines parameters for StopSandbox.
+type StopSandboxParams struct {
+	// GraceSeconds Ask every running command to end (SIGTERM) and wait so long before the disk is saved; 0 asks nobody
+	GraceSeconds *int `form:"grace_seconds,omitempty" json:"grace_seconds,omitempty"`
+
+	// IdempotencyKey Makes a repetition of this request answer the same row
+	IdempotencyKey IdempotencyKeyParam `json:"Idempotency-Key,omitempty,omitzero"`
+}
+
+// SuspendSandboxParams defines parameters for SuspendSandbox.
+type SuspendSandboxParams struct {
+	// IdempotencyKey Makes a repetition of this request answer the same row
+	IdempotencyKey IdempotencyKeyParam `json:"Idempotency-Key,omitempty,omitzero"`
+}
+
+// WakeSandboxParams defines parameters for WakeSandbox.
+type WakeSandboxParams struct {
+	// IdempotencyKey Makes a repetition of this request answer the same row
+	IdempotencyKey IdempotencyKeyParam `json:"Idempotency-Key,omitempty,omitzero"`
+}
+
+// ListSnapshotsParams defines parameters for ListSnapshots.
+type ListSnapshotsParams struct {
+	// Limit At most so many rows
+	Limit LimitParam `form:"limit,omitempty" json:"limit,omitempty,omitzero"`
+
+	// PageToken The `next_page_token` of the page before
+	PageToken PageTokenParam `form:"page_token,omitempty" json:"page_token,omitempty,omitzero"`
+
+	// Sandbox Only snapshots that were taken of this sandbox
+	Sandbox SandboxID `form:"sandbox,omitempty" json:"sandbox,omitempty,omitzero"`
+}
+
 // BuildTemplateParams defines parameters for BuildTemplate.
 type BuildTemplateParams struct {
 	// IdempotencyKey Makes a repetition of this request answer the same row
@@ -1231,8 +1730,14 @@ type ImportTemplateParams struct {
 	Command []string `form:"command,omitempty" json:"command,omitempty,omitzero"`
 }
 
+// DrainHostJSONRequestBody defines body for DrainHost for application/json ContentType.
+type DrainHostJSONRequestBody = DrainRequest
+
 // CreateKeyJSONRequestBody defines body for CreateKey for application/json ContentType.
 type CreateKeyJSONRequestBody = CreateKeyRequest
+
+// SetQuotasJSONRequestBody defines body for SetQuotas for application/json ContentType.
+type SetQuotasJSONRequestBody = Quotas
 
 // PutReleaseJSONRequestBody defines body for PutRelease for application/json ContentType.
 type PutReleaseJSONRequestBody = PutReleaseRequest
@@ -1252,6 +1757,12 @@ type MakeDirectoryJSONRequestBody = MkdirRequest
 // MoveFileJSONRequestBody defines body for MoveFile for application/json ContentType.
 type MoveFileJSONRequestBody = MoveRequest
 
+// ForkSandboxJSONRequestBody defines body for ForkSandbox for application/json ContentType.
+type ForkSandboxJSONRequestBody = ForkRequest
+
+// RollbackSandboxJSONRequestBody defines body for RollbackSandbox for application/json ContentType.
+type RollbackSandboxJSONRequestBody = RollbackRequest
+
 // CreateSessionJSONRequestBody defines body for CreateSession for application/json ContentType.
 type CreateSessionJSONRequestBody = ProcessSpec
 
@@ -1260,6 +1771,9 @@ type ResizeSessionJSONRequestBody = WindowSize
 
 // SignalSessionJSONRequestBody defines body for SignalSession for application/json ContentType.
 type SignalSessionJSONRequestBody = SignalRequest
+
+// TakeSnapshotJSONRequestBody defines body for TakeSnapshot for application/json ContentType.
+type TakeSnapshotJSONRequestBody = SnapshotRequest
 
 // CreateAccessTokenJSONRequestBody defines body for CreateAccessToken for application/json ContentType.
 type CreateAccessTokenJSONRequestBody = CreateAccessTokenRequest

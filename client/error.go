@@ -38,6 +38,12 @@ const (
 	CodeStdinTaken  = "stdin_taken"        // somebody else wrote to the same standard input
 )
 
+// Codes of errors of the daemon that the client acts on.
+const (
+	codeNotRunning = "sandbox_not_running"
+	codeHeld       = "machine_held" // it was suspended a moment ago
+)
+
 // Error returns the message, and the hint where there is one.
 func (e *Error) Error() string {
 	if e.Hint == "" {

@@ -90,9 +90,10 @@ func pages[T any](q url.Values, most int, get func(url.Values) ([]T, string, err
 type Change struct {
 	Labels *map[string]string // replaces all labels
 	TTL    *time.Duration     // from now; 0 clears it
+	Policy *api.PolicyRequest // of which what is missing stays as it is
 }
 
-// UpdateSandbox changes a sandbox's labels or TTL.
+// UpdateSandbox changes a sandbox's labels, TTL or policy.
 func (c *Client) UpdateSandbox(ctx context.Context, id string, ch Change) (s api.Sandbox, err error) {
 	// The generated request type can say neither "no labels" nor "no TTL".
 	body := map[string]any{}
@@ -108,6 +109,9 @@ func (c *Client) UpdateSandbox(ctx context.Context, id string, ch Change) (s api
 		if *ch.TTL > 0 {
 			body["ttl_seconds"] = max(1, int64(ch.TTL.Seconds()))
 		}
+	}
+	if ch.Policy != nil {
+		body["policy"] = ch.Policy
 	}
 	err = c.do(ctx, call{method: http.MethodPatch, path: sandboxPath(id), json: body}, &s)
 	return s, err

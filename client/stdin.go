@@ -2,6 +2,7 @@ package client
 
 import (
 	"context"
+	"errors"
 	"io"
 	"net/http"
 	"net/url"
@@ -32,7 +33,8 @@ func (s *Session) Stdin(ctx context.Context, offset int64) *Stdin {
 func (w *Stdin) Offset() int64 { return w.offset }
 
 // Write sends p, as fast as the command takes it. It outlasts a daemon that
-// goes away, as Options.Reconnect says.
+// goes away, as Options.Reconnect says, and a sandbox that is paused or
+// suspended, until the context ends.
 func (w *Stdin) Write(p []byte) (int, error) {
 	sent := 0
 	for sent < len(p) {
@@ -51,9 +53,32 @@ func (w *Stdin) Close() error {
 	return err
 }
 
-// post sends one request and returns how much of p has been taken: less than
-// all of it, even nothing, where the command does not read.
+// post sends one request, and again while the sandbox stands still, for as long
+// as ctx lasts: a command that is suspended is not lost.
 func (w *Stdin) post(p []byte, end bool) (int, error) {
+	for attempt := 0; ; attempt++ {
+		n, err := w.postOnce(p, end)
+		if !notRunning(err) {
+			return n, err
+		}
+		if info, gone := w.s.Get(w.ctx); gone != nil || info.State != api.SessionRunning {
+			return n, err
+		}
+		if sleep(w.ctx, backoff(attempt)) != nil {
+			return n, context.Cause(w.ctx)
+		}
+	}
+}
+
+// notRunning tells whether err is that the sandbox does not run now.
+func notRunning(err error) bool {
+	var e *Error
+	return errors.As(err, &e) && e.Class == api.ClassFailedPrecondition && (e.Code == codeNotRunning || e.Code == codeHeld)
+}
+
+// postOnce sends one request and returns how much of p has been taken: less
+// than all of it, even nothing, where the command does not read.
+func (w *Stdin) postOnce(p []byte, end bool) (int, error) {
 	q := url.Values{"offset": {strconv.FormatInt(w.offset, 10)}}
 	if end {
 		q.Set("close", "true")

@@ -26,12 +26,12 @@ type StreamOptions struct {
 
 // Stream is a session's log from an offset on. When its connection breaks,
 // Next connects again and goes on at the byte after the last one that it
-// returned: none is lost and none comes twice. A Stream belongs to one
-// goroutine.
+// returned: none is lost and none comes twice. That its sandbox is paused or
+// suspended does not end it: the daemon keeps it open, and it goes on when the
+// sandbox does. A Stream belongs to one goroutine.
 type Stream struct {
 	s       *Session
 	method  string
-	o       StreamOptions
 	offset  int64 // of the next byte to return
 	started bool  // the start has been told
 	ended   bool
@@ -41,9 +41,7 @@ type Stream struct {
 	cancel context.CancelFunc
 	buf    []byte
 
-	attempt  int       // connections that failed since a frame came
-	broken   time.Time // since when there has been no frame; zero while there is
-	notified bool
+	out outage
 }
 
 // silence is after how long without a frame a connection counts as dead; the
@@ -53,12 +51,19 @@ const silence = 50 * time.Second
 // Attach starts the session's command, where it has not been started, and
 // streams its log.
 func (s *Session) Attach(o StreamOptions) *Stream {
-	return &Stream{s: s, method: http.MethodPost, o: o, offset: o.Offset}
+	return s.stream(http.MethodPost, o)
 }
 
 // Follow streams the session's log and starts nothing.
 func (s *Session) Follow(o StreamOptions) *Stream {
-	return &Stream{s: s, method: http.MethodGet, o: o, offset: o.Offset}
+	return s.stream(http.MethodGet, o)
+}
+
+func (s *Session) stream(method string, o StreamOptions) *Stream {
+	return &Stream{
+		s: s, method: method, offset: o.Offset,
+		out: outage{window: s.c.reconnect, interrupted: o.Interrupted, resumed: o.Resumed},
+	}
 }
 
 // Offset is the number of output bytes before what Next returns next.
@@ -71,7 +76,7 @@ func (st *Stream) Next(ctx context.Context) (api.StreamEvent, error) {
 	for !st.ended {
 		if st.body == nil {
 			if err := st.connect(ctx); err != nil {
-				if err := st.retry(ctx, err); err != nil {
+				if err := st.out.wait(ctx, err); err != nil {
 					return api.StreamEvent{}, err
 				}
 				continue
@@ -86,7 +91,7 @@ func (st *Stream) Next(ctx context.Context) (api.StreamEvent, error) {
 		}
 		if err != nil {
 			st.drop()
-			if err := st.retry(ctx, err); err != nil {
+			if err := st.out.wait(ctx, err); err != nil {
 				return api.StreamEvent{}, err
 			}
 		}
@@ -161,7 +166,7 @@ func (st *Stream) take(e api.StreamEvent) (api.StreamEvent, bool, error) {
 		}
 		return e, false, err
 	}
-	st.healthy()
+	st.out.over()
 	switch e.Type {
 	case api.EventStdout, api.EventStderr:
 		if e.Offset > st.offset {
@@ -191,45 +196,6 @@ func (st *Stream) take(e api.StreamEvent) (api.StreamEvent, bool, error) {
 		return e, true, nil
 	}
 	return e, false, nil // heartbeat
-}
-
-func (st *Stream) healthy() {
-	if st.broken.IsZero() {
-		return
-	}
-	st.broken, st.attempt = time.Time{}, 0
-	if st.notified && st.o.Resumed != nil {
-		st.o.Resumed()
-	}
-	st.notified = false
-}
-
-// retry waits before the next connection, or returns the error that Next
-// shall return.
-func (st *Stream) retry(ctx context.Context, err error) error {
-	var e *Error
-	if ctx.Err() != nil || !errors.As(err, &e) || !e.Retryable {
-		return err
-	}
-	now := time.Now()
-	if st.broken.IsZero() {
-		st.broken = now
-	}
-	wait := max(backoff(st.attempt), e.RetryAfter)
-	if now.Add(wait).Sub(st.broken) > st.s.c.reconnect {
-		return err
-	}
-	if !st.notified && st.attempt > 0 {
-		st.notified = true
-		if st.o.Interrupted != nil {
-			st.o.Interrupted(err)
-		}
-	}
-	st.attempt++
-	if err := sleep(ctx, wait); err != nil {
-		return context.Cause(ctx)
-	}
-	return nil
 }
 
 // Copy runs the stream to its end: output goes to the writers, gap (which may

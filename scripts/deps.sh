@@ -81,7 +81,7 @@ python_environment() {
 
 run_packages=(mmdebstrap=mmdebstrap uidmap=newuidmap ca-certificates=/etc/ssl/certs/ca-certificates.crt git=git)
 all_packages=(erofs-utils=mkfs.erofs protobuf-compiler=protoc gcc=gcc libc6-dev=/usr/include/stdlib.h
-	shellcheck=shellcheck python3=python3)
+	shellcheck=shellcheck python3=python3 systemd=systemd-analyze)
 
 need_go
 case ${1:-all} in

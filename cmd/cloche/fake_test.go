@@ -27,6 +27,8 @@ type fake struct {
 	sessions  map[string]*fakeSession
 	files     map[string][]byte
 	requests  int
+	snapshots []api.Snapshot // newest first
+	quotas    api.Quotas
 }
 
 type fakeSession struct {
@@ -64,6 +66,7 @@ func newFake() *fake {
 	} {
 		mux.HandleFunc(pattern, h)
 	}
+	f.lifecycle(mux)
 	f.srv = httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if r.Header.Get("Authorization") == "Bearer wrong" || r.Header.Get("Authorization") == "" {
 			problem(w, 401, api.ClassDenied, "no_key", "the key is not known", "")
@@ -131,7 +134,7 @@ func (f *fake) create(w http.ResponseWriter, r *http.Request) {
 	defer f.mu.Unlock()
 	s := api.Sandbox{
 		Id: fmt.Sprintf("sbx_%c%s", 'b'+len(f.sandboxes), idTail), Template: req.Template, Digest: "sha256:" + strings.Repeat("0", 64),
-		State: api.SandboxRunning, Labels: req.Labels, Env: req.Env, CreatedAt: time.Now(),
+		State: api.SandboxRunning, Source: req.Snapshot, Policy: policyOf(req.Policy), Labels: req.Labels, Env: req.Env, CreatedAt: time.Now(),
 		Resources: api.Resources{MilliCpu: max(2000, req.Resources.MilliCpu), MemoryMib: max(1024, req.Resources.MemoryMib), DiskMib: 8192},
 	}
 	f.sandboxes = append(f.sandboxes, s)

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 	"golang.org/x/term"
 
 	"cloche.dev/cloche/api"
@@ -22,9 +23,59 @@ import (
 	"cloche.dev/cloche/internal/server"
 )
 
+// serveFlags are the flags of serve; `service install` has the same ones and
+// writes them into the unit.
+type serveFlags struct {
+	server.Options
+	level, format string
+}
+
+func (f *serveFlags) register(fs *pflag.FlagSet) {
+	fs.StringVar(&f.Listen, "listen", envOr("CLOCHE_LISTEN", "127.0.0.1:7070"), "address to listen on")
+	fs.StringVar(&f.RunDir, "run-dir", envOr("CLOCHE_RUN_DIR", "/run/cloche"), "directory of sockets; its path must be short")
+	fs.BoolVar(&f.Insecure, "insecure", false, "allow addresses that are not loopback without TLS")
+	fs.StringVar(&f.TLSCert, "tls-cert", "", "certificate `FILE` (PEM, with its chain)")
+	fs.StringVar(&f.TLSKey, "tls-key", "", "private key `FILE` (PEM)")
+	fs.StringVar(&f.Metrics, "metrics", "", "`ADDRESS` at which Prometheus finds /metrics, like 127.0.0.1:7071; none without it")
+	fs.Float64Var(&f.MemoryOvercommit, "memory-overcommit", 4, "how often the host's memory may be lent to sandboxes that have a machine; 0 is no bound")
+	fs.Float64Var(&f.CPUOvercommit, "cpu-overcommit", 0, "how often each core may be lent; 0 is no bound")
+	fs.Int64Var(&f.DiskFloorMiB, "disk-floor", 1024, "`MIB` of the state directory's disk below which nothing new is begun that needs room")
+	fs.StringVar(&f.level, "log-level", "info", "debug, info, warn or error")
+	fs.StringVar(&f.format, "log-format", "", "text or json (default text on a terminal, else json)")
+}
+
+// settle makes the paths absolute and the log; what is wrong is an error of
+// usage.
+func (f *serveFlags) settle(a *app) error {
+	var level slog.Level
+	if err := level.UnmarshalText([]byte(f.level)); err != nil {
+		return usage("--log-level must be debug, info, warn or error, not %q", f.level)
+	}
+	o := &slog.HandlerOptions{Level: level}
+	switch {
+	case f.format == "text" || f.format == "" && isTerminal(a.err):
+		f.Log = slog.New(slog.NewTextHandler(a.err, o))
+	case f.format == "json" || f.format == "":
+		f.Log = slog.New(slog.NewJSONHandler(a.err, o))
+	default:
+		return usage("--log-format must be text or json, not %q", f.format)
+	}
+	f.StateDir, f.Version = a.stateDir, version
+	for _, path := range []*string{&f.StateDir, &f.RunDir, &f.TLSCert, &f.TLSKey} {
+		if *path == "" {
+			continue
+		}
+		abs, err := filepath.Abs(*path)
+		if err != nil {
+			return err
+		}
+		*path = abs
+	}
+	return nil
+}
+
 func newServe(a *app) *cobra.Command {
-	var o server.Options
-	var level string
+	var f serveFlags
 	cmd := &cobra.Command{
 		Use:   "serve [flags]",
 		Short: "Run the daemon (as root)",
@@ -32,41 +83,19 @@ func newServe(a *app) *cobra.Command {
 start takes them up again. It logs to standard error, as text on a terminal and else as JSON.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			var l slog.Level
-			if err := l.UnmarshalText([]byte(level)); err != nil {
-				return usage("--log-level must be debug, info, warn or error, not %q", level)
+			if err := f.settle(a); err != nil {
+				return err
 			}
-			o.StateDir = a.stateDir
-			for _, dir := range []*string{&o.StateDir, &o.RunDir} {
-				abs, err := filepath.Abs(*dir)
-				if err != nil {
-					return err
-				}
-				*dir = abs
-			}
-			o.Version, o.Log = version, newLog(a.err, l)
 			ctx, stop := signal.NotifyContext(cmd.Context(), os.Interrupt, syscall.SIGTERM)
 			defer stop()
-			return domain(server.Run(ctx, o))
+			tell := serviceManager()
+			f.Ready = func() { tell("READY=1") }
+			defer context.AfterFunc(ctx, func() { tell("STOPPING=1") })()
+			return domain(server.Run(ctx, f.Options))
 		},
 	}
-	fs := cmd.Flags()
-	fs.StringVar(&o.Listen, "listen", envOr("CLOCHE_LISTEN", "127.0.0.1:7070"), "address to listen on")
-	fs.StringVar(&o.RunDir, "run-dir", envOr("CLOCHE_RUN_DIR", "/run/cloche"), "directory of sockets; its path must be short")
-	fs.BoolVar(&o.Insecure, "insecure", false, "allow an address that is not loopback without TLS")
-	fs.StringVar(&o.TLSCert, "tls-cert", "", "certificate `FILE` (PEM, with its chain)")
-	fs.StringVar(&o.TLSKey, "tls-key", "", "private key `FILE` (PEM)")
-	fs.StringVar(&level, "log-level", "info", "debug, info, warn or error")
+	f.register(cmd.Flags())
 	return cmd
-}
-
-// newLog logs for people on a terminal and for programs elsewhere.
-func newLog(to *os.File, level slog.Level) *slog.Logger {
-	o := &slog.HandlerOptions{Level: level}
-	if isTerminal(to) {
-		return slog.New(slog.NewTextHandler(to, o))
-	}
-	return slog.New(slog.NewJSONHandler(to, o))
 }
 
 // domain gives an error of the daemon the shape of one of its answers, so that

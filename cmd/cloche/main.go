@@ -76,8 +76,11 @@ func newRoot(a *app) *cobra.Command {
 			newRun(a), newCreate(a), newList(a), newInspect(a), newExec(a), newAttach(a), newLogs(a), newCopy(a),
 			newForward(a), newUpdate(a), newRemove(a),
 		}},
-		{"more", "Templates, operations, keys:", []*cobra.Command{newTemplate(a), newOperation(a), newKey(a)}},
-		{"host", "The host:", []*cobra.Command{newServe(a), newDoctor(a), newVersion(a)}},
+		{"time", "Sandboxes through time:", append(newVerbs(a), newFork(a), newSnapshot(a), newRollback(a))},
+		{"more", "Templates, operations, events, keys, quotas:", []*cobra.Command{
+			newTemplate(a), newOperation(a), newEvents(a), newKey(a), newUsage(a), newQuota(a),
+		}},
+		{"host", "The host:", []*cobra.Command{newServe(a), newService(a), newDrain(a), newBackup(a), newDoctor(a), newVersion(a)}},
 	}
 	for _, g := range groups {
 		root.AddGroup(&cobra.Group{ID: g.id, Title: g.title})

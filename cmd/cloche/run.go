@@ -24,6 +24,7 @@ type createFlags struct {
 	labels, env        []string
 	cpu                float64
 	ttl                time.Duration
+	policy             policyFlags
 }
 
 func (f *createFlags) add(cmd *cobra.Command) {
@@ -34,7 +35,8 @@ func (f *createFlags) add(cmd *cobra.Command) {
 	fs.Float64Var(&f.cpu, "cpu", 0, "cores, e.g. 0.5 (default: the host's)")
 	fs.StringVar(&f.memory, "memory", "", "memory, e.g. 512MiB (default: the host's)")
 	fs.StringVar(&f.disk, "disk", "", "what it may write over its template, e.g. 4GiB (default: the host's)")
-	fs.DurationVar(&f.ttl, "ttl", 0, "delete it so long after now, e.g. 30m")
+	fs.DurationVar(&f.ttl, "ttl", 0, "end it so long after now, e.g. 30m: delete it, or what --on-expiry says")
+	f.policy.add(cmd)
 }
 
 func (f *createFlags) request(template string) (r api.CreateSandboxRequest, err error) {
@@ -63,7 +65,8 @@ func (f *createFlags) request(template string) (r api.CreateSandboxRequest, err 
 		}
 	}
 	r.TtlSeconds = int64(f.ttl.Seconds())
-	return r, nil
+	r.Policy, err = f.policy.request()
+	return r, err
 }
 
 // processFlags are the flags by which a command is run.

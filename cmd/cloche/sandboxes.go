@@ -18,37 +18,59 @@ import (
 
 func newCreate(a *app) *cobra.Command {
 	var cf createFlags
+	var snapshot string
 	cmd := &cobra.Command{
-		Use:   "create [flags] TEMPLATE",
+		Use:   "create [flags] [TEMPLATE]",
 		Short: "Create a sandbox and wait until it is ready",
-		Args:  exactly(1),
-		RunE: func(cmd *cobra.Command, args []string) error {
-			req, err := cf.request(args[0])
-			if err != nil {
-				return err
-			}
-			c, err := a.client()
-			if err != nil {
-				return err
-			}
-			p := a.begin("creating a sandbox from " + args[0])
-			s, err := c.CreateAndWait(cmd.Context(), req, p.operation("creating"))
-			p.end()
-			if err != nil {
-				if s.Id != "" {
-					return fmt.Errorf("sandbox %s: %w", s.Id, err)
-				}
-				return err
-			}
-			if a.json {
-				return a.printJSON(s)
-			}
-			_, err = fmt.Fprintln(a.out, s.Id)
-			return err
-		},
+		Args:  between(0, 1),
 	}
+	leave := noWait(cmd)
 	cf.add(cmd)
+	cmd.Flags().StringVar(&snapshot, "snapshot", "", "begin from this `SNAPSHOT` (id or name) instead of a template")
+	cmd.RunE = func(cmd *cobra.Command, args []string) error {
+		if (len(args) == 1) == (snapshot != "") {
+			return usage("a sandbox is created from a template or, with --snapshot, from a snapshot")
+		}
+		what := snapshot
+		if len(args) == 1 {
+			what = args[0]
+		}
+		req, err := cf.request(what)
+		if err != nil {
+			return err
+		}
+		c, err := a.client()
+		if err == nil && snapshot != "" {
+			req.Template = ""
+			req.Snapshot, err = a.snapshot(cmd.Context(), c, snapshot, "")
+		}
+		if err != nil {
+			return err
+		}
+		s, err := a.create(cmd.Context(), c, req, what, *leave)
+		if err != nil {
+			if s.Id != "" {
+				return fmt.Errorf("sandbox %s: %w", s.Id, err)
+			}
+			return err
+		}
+		if a.json {
+			return a.printJSON(s)
+		}
+		_, err = fmt.Fprintln(a.out, s.Id)
+		return err
+	}
 	return cmd
+}
+
+func (a *app) create(ctx context.Context, c *client.Client, req api.CreateSandboxRequest, what string, leave bool) (api.Sandbox, error) {
+	p := a.begin("creating a sandbox from " + what)
+	defer p.end()
+	if leave {
+		accepted, err := c.CreateSandbox(ctx, req)
+		return accepted.Sandbox, err
+	}
+	return c.CreateAndWait(ctx, req, p.operation("creating"))
 }
 
 func newList(a *app) *cobra.Command {
@@ -111,9 +133,13 @@ func (a *app) printSandboxes(list []api.Sandbox, idsOnly bool) error {
 		if !s.ExpiresAt.IsZero() {
 			ttl = span(time.Until(s.ExpiresAt))
 		}
-		rows = append(rows, []string{s.Id, orDash(s.Labels[nameLabel]), s.Template, state, age(s.CreatedAt), ttl, labelText(s.Labels)})
+		saved := "-"
+		if s.RecoveryPoint != nil {
+			saved = age(s.RecoveryPoint.At) + " ago"
+		}
+		rows = append(rows, []string{s.Id, orDash(s.Labels[nameLabel]), s.Template, state, age(s.CreatedAt), saved, ttl, labelText(s.Labels)})
 	}
-	return a.table([]string{"ID", "NAME", "TEMPLATE", "STATE", "AGE", "TTL", "LABELS"}, rows)
+	return a.table([]string{"ID", "NAME", "TEMPLATE", "STATE", "AGE", "SAVED", "TTL", "LABELS"}, rows)
 }
 
 func orDash(s string) string {
@@ -156,12 +182,39 @@ func newInspect(a *app) *cobra.Command {
 					Sessions []api.Session `json:"sessions"`
 				}{s, append([]api.Session{}, sessions...)})
 			}
-			return a.printSandbox(s, sessions)
+			return a.printSandbox(s, a.recovery(ctx, c, s), sessions)
 		},
 	}
 }
 
-func (a *app) printSandbox(s api.Sandbox, sessions []api.Session) error {
+// recovery says in words what of a sandbox outlives its machine.
+func (a *app) recovery(ctx context.Context, c *client.Client, s api.Sandbox) string {
+	if client.Ended(s.State) && s.State != api.SandboxFailed {
+		return ""
+	}
+	point := s.RecoveryPoint
+	if point == nil {
+		if s.Source != "" {
+			return "nothing yet: a crash would take it back to the snapshot " + s.Source
+		}
+		return "nothing yet: a crash would take it back to its template"
+	}
+	what := "saved"
+	if snap, err := c.Snapshot(ctx, point.Snapshot); err == nil {
+		what = map[api.SnapshotKind]string{api.SnapshotMemory: "memory and disk", api.SnapshotDisk: "disk"}[snap.Kind]
+	}
+	if point.At.IsZero() {
+		return what + " in " + point.Snapshot
+	}
+	return fmt.Sprintf("%s as of %s (%s ago), in %s", what, point.At.Local().Format(time.TimeOnly), age(point.At), point.Snapshot)
+}
+
+var durabilityText = map[api.SandboxDurability]string{
+	api.DurabilitySnapshot: "what was written after the recovery point is lost when the machine ends by itself",
+	api.DurabilityCrash:    "what was synced outlives the machine's sudden end",
+}
+
+func (a *app) printSandbox(s api.Sandbox, recovery string, sessions []api.Session) error {
 	var b strings.Builder
 	field := func(name, value string) {
 		if value != "" {
@@ -183,7 +236,18 @@ func (a *app) printSandbox(s api.Sandbox, sessions []api.Session) error {
 	for _, k := range slices.Sorted(maps.Keys(s.Env)) {
 		field("env", k+"="+s.Env[k])
 	}
+	field("recovery", recovery)
+	field("durability", durabilityText[s.Durability])
+	if s.Policy.Idle.Action != "" {
+		field("policy", policyText(s.Policy))
+	}
+	field("forked from", s.Parent)
+	field("made of", s.Source)
+	field("base", s.Base)
 	field("created", s.CreatedAt.Local().Format(time.RFC3339)+" ("+age(s.CreatedAt)+" ago)")
+	if !s.TouchedAt.IsZero() {
+		field("last used", age(s.TouchedAt)+" ago")
+	}
 	if !s.ExpiresAt.IsZero() {
 		field("expires", s.ExpiresAt.Local().Format(time.RFC3339)+" (in "+span(time.Until(s.ExpiresAt))+")")
 	}
@@ -196,6 +260,9 @@ func (a *app) printSandbox(s api.Sandbox, sessions []api.Session) error {
 		state := string(x.State)
 		if x.Exit != nil {
 			state = fmt.Sprintf("%s (%d)", state, x.Exit.Code)
+		}
+		if x.Held {
+			state += " (held)"
 		}
 		command := strings.Join(x.Args, " ")
 		if r := []rune(command); len(r) > 60 {
@@ -212,8 +279,9 @@ func (a *app) printSandbox(s api.Sandbox, sessions []api.Session) error {
 func newUpdate(a *app) *cobra.Command {
 	var set, unset []string
 	var ttl string
+	var policy policyFlags
 	cmd := &cobra.Command{
-		Use: "update [flags] SANDBOX", Short: "Change a sandbox's labels or TTL", Args: exactly(1),
+		Use: "update [flags] SANDBOX", Short: "Change a sandbox's labels, TTL or policy", Args: exactly(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			ctx := cmd.Context()
 			var ch client.Change
@@ -230,7 +298,10 @@ func newUpdate(a *app) *cobra.Command {
 				}
 				ch.TTL = &d
 			}
-			if len(add)+len(unset) == 0 && ch.TTL == nil {
+			if ch.Policy, err = policy.request(); err != nil {
+				return err
+			}
+			if len(add)+len(unset) == 0 && ch.TTL == nil && ch.Policy == nil {
 				return usage("nothing was asked to be changed")
 			}
 			c, id, err := a.dialFor(ctx, args[0])
@@ -262,7 +333,8 @@ func newUpdate(a *app) *cobra.Command {
 	}
 	cmd.Flags().StringArrayVarP(&set, "label", "l", nil, "set the label `NAME=VALUE` (repeatable)")
 	cmd.Flags().StringArrayVar(&unset, "unlabel", nil, "remove the label `NAME` (repeatable)")
-	cmd.Flags().StringVar(&ttl, "ttl", "", "delete it so long after now, e.g. 30m; none clears it")
+	cmd.Flags().StringVar(&ttl, "ttl", "", "end it so long after now, e.g. 30m; none clears it")
+	policy.add(cmd)
 	return cmd
 }
 

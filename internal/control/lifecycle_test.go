@@ -199,9 +199,11 @@ func TestDeleteSupersedesCreate(t *testing.T) {
 func TestCreateThatDoesNotHeed(t *testing.T) {
 	bubble(t, func(w *world) {
 		gate := make(chan struct{})
-		w.node.create = func(context.Context, sandbox.MachineRequest) (sandbox.MachineStatus, error) {
+		w.node.create = func(_ context.Context, req sandbox.MachineRequest) (sandbox.MachineStatus, error) {
 			<-gate
-			return sandbox.MachineStatus{}, nil
+			st := sandbox.MachineStatus{Sandbox: req.Sandbox, Generation: req.Generation, Driver: "fake", Ready: true}
+			w.node.set(func(n *fakeNode) { n.machines[req.Sandbox] = st })
+			return st, nil
 		}
 		sb, _ := w.create(control.CreateRequest{})
 		synctest.Wait()

@@ -35,6 +35,9 @@ func (c *Control) follow(ctx context.Context) error {
 	if err := c.census(ctx, running, changes.Machines); err != nil {
 		return err
 	}
+	if err := c.censusSnapshots(ctx); err != nil {
+		return err
+	}
 	due, cancel := context.WithTimeout(ctx, censusEvery)
 	defer cancel()
 	for due.Err() == nil {
@@ -82,9 +85,10 @@ func (c *Control) runningRows(ctx context.Context) (map[string]sandbox.Sandbox, 
 // census compares the node's machines with the rows: the ended are told, the
 // lost are marked, what no row roots is removed.
 func (c *Control) census(ctx context.Context, running map[string]sandbox.Sandbox, machines []sandbox.MachineStatus) error {
-	has := make(map[string]bool, len(machines))
+	has := make(map[string]int64, len(machines))
 	for _, m := range machines {
-		has[m.Sandbox] = true
+		has[m.Sandbox] = m.Generation
+		c.learn(m)
 		if err := c.machineEnded(ctx, m); err != nil {
 			return err
 		}
@@ -97,11 +101,14 @@ func (c *Control) census(ctx context.Context, running map[string]sandbox.Sandbox
 	}
 	c.forgetAllBut(has)
 	for id, sb := range running {
-		if has[id] {
+		// A machine of another epoch is not the row's. Where the row has moved on
+		// since it was read, its epoch has too, and the store changes nothing.
+		epoch, ok := has[id]
+		if ok && epoch == sb.Epoch {
 			continue
 		}
 		end := sandbox.End{Reason: sandbox.EndHostRestart, Detail: "the host has no machine for it any more", At: c.now().UTC()}
-		if err := c.observed(ctx, id, sb.Generation, end); err != nil {
+		if err := c.observed(ctx, id, sb.Epoch, end); err != nil {
 			return err
 		}
 	}
@@ -109,34 +116,44 @@ func (c *Control) census(ctx context.Context, running map[string]sandbox.Sandbox
 }
 
 // collect removes a machine that no row roots. A row roots its machine until
-// it is deleted; rows are inserted before their machines are asked for.
+// it is deleted; rows are inserted before their machines are asked for. A
+// living machine of a row that settled without one (a node that did not heed
+// its deadline) is released. Both are fenced by the row's generation, so that
+// what an operation brings up meanwhile is not theirs.
 func (c *Control) collect(ctx context.Context, m sandbox.MachineStatus) error {
-	generation := m.Generation
 	sb, err := c.store.Sandbox(ctx, "", m.Sandbox)
+	remove := func(ctx context.Context) error {
+		return c.node.DeleteMachine(ctx, m.Sandbox, max(m.Generation, sb.Generation))
+	}
 	switch {
-	case sandbox.IsClass(err, sandbox.NotFound):
+	case sandbox.IsClass(err, sandbox.NotFound) || err == nil && sb.State == sandbox.StateDeleted:
 	case err != nil:
 		return err
-	case sb.State != sandbox.StateDeleted:
+	case m.End != nil || sb.Operation != "" || sb.State.HasMachine():
 		return nil
 	default:
-		generation = max(generation, sb.Generation)
+		remove = func(ctx context.Context) error {
+			end := sandbox.End{Reason: sandbox.EndStopped, Detail: "no sandbox had it", At: c.now().UTC()}
+			if sb.State == sandbox.StateSuspended {
+				end.Reason = sandbox.EndSuspended
+			}
+			return c.node.ReleaseMachine(ctx, m.Sandbox, sb.Generation, end)
+		}
 	}
 	c.spawn(m.Sandbox, func(ctx context.Context) {
-		ctx, cancel := context.WithTimeout(ctx, deleteTimeout)
-		defer cancel()
 		c.log.WarnContext(ctx, "removing a machine that no sandbox has", "sandbox", m.Sandbox)
-		if err := c.node.DeleteMachine(ctx, m.Sandbox, generation); err != nil {
+		if err := attempt(ctx, deleteTimeout, remove); err != nil {
 			c.logErr(ctx, "can't remove it; the next census tries again", err, "sandbox", m.Sandbox)
 		}
 	})
 	return nil
 }
 
-// machineEnded tells the row of a machine that ended. The status is kept: the
-// row of a create that is about to finish can't take it yet, and created looks
-// here after it can.
+// machineEnded tells the row of a machine that ended. The status is kept: a row
+// that an operation has in hand can't take it yet, and finish looks here after
+// it can.
 func (c *Control) machineEnded(ctx context.Context, m sandbox.MachineStatus) error {
+	c.learn(m)
 	if m.End == nil {
 		return nil
 	}
@@ -146,14 +163,23 @@ func (c *Control) machineEnded(ctx context.Context, m sandbox.MachineStatus) err
 	return c.observed(ctx, m.Sandbox, m.Generation, *m.End)
 }
 
-func (c *Control) observed(ctx context.Context, id string, generation int64, end sandbox.End) error {
-	changed, err := c.store.Observed(ctx, id, generation, end)
+// observed tells a row that its machine of this epoch has ended by itself.
+func (c *Control) observed(ctx context.Context, id string, epoch int64, end sandbox.End) error {
+	sb, err := c.store.Sandbox(ctx, "", id)
+	if sandbox.IsClass(err, sandbox.NotFound) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	changed, err := c.store.Observed(ctx, id, epoch, *c.withLoss(sb, end))
 	if err != nil {
 		return err
 	}
 	if changed {
-		c.log.InfoContext(ctx, "a machine ended", "sandbox", id, "reason", end.Reason, "detail", end.Detail)
+		c.log.InfoContext(ctx, "a machine ended", "sandbox", id, "reason", end.Reason)
 		c.bell.ring(id)
+		c.crash.kick()
 	}
 	return nil
 }
@@ -165,11 +191,11 @@ func (c *Control) forget(id string) {
 }
 
 // forgetAllBut keeps c.ends no larger than the node's census.
-func (c *Control) forgetAllBut(has map[string]bool) {
+func (c *Control) forgetAllBut(has map[string]int64) {
 	c.endsMu.Lock()
 	defer c.endsMu.Unlock()
 	for id := range c.ends {
-		if !has[id] {
+		if _, ok := has[id]; !ok {
 			delete(c.ends, id)
 		}
 	}
@@ -188,22 +214,4 @@ func (c *Control) prune(ctx context.Context) {
 		c.logErr(ctx, "can't prune the store", err)
 	}
 	c.collectFiles(ctx)
-}
-
-// expireBatch bounds one round of expire.
-const expireBatch = 256
-
-// expire deletes sandboxes whose TTL has run out.
-func (c *Control) expire(ctx context.Context) {
-	list, err := c.store.ExpiredSandboxes(ctx, c.now(), expireBatch)
-	if err != nil {
-		c.logErr(ctx, "can't list expired sandboxes", err)
-		return
-	}
-	for _, sb := range list {
-		_, _, _, err := c.begin(ctx, sandbox.System, sb.ID, sandbox.VerbDelete, sandbox.Idempotency{})
-		if err != nil && !sandbox.IsClass(err, sandbox.FailedPrecondition) && !sandbox.IsClass(err, sandbox.NotFound) {
-			c.logErr(ctx, "can't delete an expired sandbox", err, "sandbox", sb.ID)
-		}
-	}
 }

@@ -7,13 +7,16 @@ import (
 	"cloche.dev/cloche/internal/sandbox"
 )
 
-// CreateRequest asks for a sandbox.
+// CreateRequest asks for a sandbox of a template or of a snapshot.
 type CreateRequest struct {
-	Template  string            `json:"template"` // name, name:tag or digest
-	Labels    map[string]string `json:"labels,omitempty"`
-	Env       map[string]string `json:"env,omitempty"`
-	Resources sandbox.Resources `json:"resources"`     // zero fields get the defaults
+	Template string            `json:"template,omitempty"` // name, name:tag or digest
+	Snapshot string            `json:"snapshot,omitempty"` // id; instead of Template
+	Labels   map[string]string `json:"labels,omitempty"`
+	Env      map[string]string `json:"env,omitempty"`
+	// Resources: zero fields get the defaults. With Snapshot they are the snapshot's.
+	Resources sandbox.Resources `json:"resources"`
 	TTL       time.Duration     `json:"ttl,omitempty"` // 0 is none
+	Policy    PolicyPatch       `json:"policy"`        // of sandbox.DefaultPolicy
 }
 
 // CreateSandbox asks for a sandbox in the caller's project. It answers as soon
@@ -25,24 +28,24 @@ func (c *Control) CreateSandbox(ctx context.Context, who sandbox.Caller, req Cre
 	if idem, err = stamp(idem, req); err != nil {
 		return sb, op, false, err
 	}
-	req.Resources = withDefaults(req.Resources)
-	for _, err := range []error{
-		ValidateRef(req.Template), ValidateLabels(req.Labels), ValidateEnv(req.Env), req.Resources.Validate(), ValidateTTL(req.TTL),
-	} {
-		if err != nil {
-			return sb, op, false, err
-		}
+	policy, err := validateCreate(&req)
+	if err != nil {
+		return sb, op, false, err
+	}
+	host, err := c.capacityFor(ctx, sandbox.VerbCreate)
+	if err != nil {
+		return sb, op, false, err
 	}
 	now := c.now().UTC()
 	sb = sandbox.Sandbox{
-		ID: sandbox.NewID(sandbox.KindSandbox), Project: who.Project, Template: req.Template,
-		Labels: req.Labels, Env: req.Env, Resources: req.Resources, CreatedAt: now,
+		ID: sandbox.NewID(sandbox.KindSandbox), Project: who.Project, Template: req.Template, Source: req.Snapshot,
+		Labels: req.Labels, Env: req.Env, Resources: req.Resources, Policy: policy, CreatedAt: now, TouchedAt: now,
 	}
 	if req.TTL > 0 {
 		at := now.Add(req.TTL)
 		sb.ExpiresAt = &at
 	}
-	sb, op, replayed, err = c.store.CreateSandbox(ctx, sb, c.newOperation(who, sandbox.VerbCreate), idem)
+	sb, op, replayed, err = c.store.CreateSandbox(ctx, sb, c.newOperation(who, sandbox.VerbCreate), host, idem)
 	if err != nil {
 		return sb, op, false, err
 	}
@@ -50,6 +53,36 @@ func (c *Control) CreateSandbox(ctx context.Context, who sandbox.Caller, req Cre
 		c.begun(op)
 	}
 	return sb, op, replayed, nil
+}
+
+// validateCreate checks a request, fills in its defaults and answers its policy.
+func validateCreate(req *CreateRequest) (sandbox.Policy, error) {
+	policy, err := req.Policy.apply(sandbox.DefaultPolicy)
+	errs := []error{err, ValidateLabels(req.Labels), ValidateEnv(req.Env), ValidateTTL(req.TTL)}
+	if req.Snapshot != "" {
+		errs = append(errs, validateSource(*req))
+	} else {
+		req.Resources = withDefaults(req.Resources)
+		errs = append(errs, ValidateRef(req.Template), req.Resources.Validate())
+	}
+	for _, err := range errs {
+		if err != nil {
+			return policy, err
+		}
+	}
+	return policy, nil
+}
+
+// validateSource checks a request that names a snapshot, which has a template
+// and resources of its own.
+func validateSource(req CreateRequest) error {
+	if req.Template != "" {
+		return invalid("bad_source", "a sandbox is made from a template or from a snapshot, not from both")
+	}
+	if req.Resources != (sandbox.Resources{}) {
+		return invalid("bad_resources", "a sandbox that is made from a snapshot has the snapshot's resources").WithHint("name none")
+	}
+	return validateID(sandbox.KindSnapshot, "snapshot", req.Snapshot)
 }
 
 func (c *Control) newOperation(who sandbox.Caller, verb sandbox.Verb) sandbox.Operation {
@@ -65,18 +98,6 @@ func (c *Control) begun(op sandbox.Operation) {
 	c.bell.ring("")
 }
 
-// begin writes a verb and starts it. Roles are the caller's business.
-func (c *Control) begin(ctx context.Context, who sandbox.Caller, id string, verb sandbox.Verb, idem sandbox.Idempotency) (sandbox.Sandbox, sandbox.Operation, bool, error) {
-	sb, op, replayed, err := c.store.BeginVerb(ctx, who.Scope(), id, verb, c.newOperation(who, verb), idem)
-	if err != nil {
-		return sb, op, false, err
-	}
-	if !replayed {
-		c.begun(op)
-	}
-	return sb, op, replayed, nil
-}
-
 // Delete asks for a sandbox to be deleted, whatever its state. Where that is
 // under way already, it answers the operation that does it.
 func (c *Control) Delete(ctx context.Context, who sandbox.Caller, id string, idem sandbox.Idempotency) (sb sandbox.Sandbox, op sandbox.Operation, replayed bool, err error) {
@@ -86,7 +107,7 @@ func (c *Control) Delete(ctx context.Context, who sandbox.Caller, id string, ide
 	if idem, err = stamp(idem, id); err != nil {
 		return sb, op, false, err
 	}
-	sb, op, replayed, err = c.begin(ctx, who, id, sandbox.VerbDelete, idem)
+	sb, op, replayed, err = c.ask(ctx, who, id, sandbox.VerbDelete, input{}, idem)
 	if !sandbox.IsClass(err, sandbox.FailedPrecondition) {
 		return sb, op, replayed, err
 	}

@@ -30,7 +30,11 @@ const (
 	MaxTerminal   = 4096                // rows and columns
 	MaxPackages   = 512
 	MaxUsers      = 16
-	MaxName       = 64 // of a key
+	MaxName       = 64 // of a key or a snapshot
+
+	MaxGrace        = 10 * time.Minute // of a stop
+	MaxSnapshotWait = 10 * time.Minute
+	MaxDrain        = 24 * time.Hour
 )
 
 func invalid(code, format string, args ...any) *sandbox.Error {

@@ -39,6 +39,11 @@ func TestRolesAreAsked(t *testing.T) {
 		_, _, _, denied["create key"] = w.c.CreateKey(ctx, w.user, "", "n", sandbox.RoleAdmin, sandbox.Idempotency{})
 		denied["revoke"] = w.c.RevokeKey(ctx, w.user, sandbox.NewID(sandbox.KindKey))
 		denied["delete template"] = w.c.DeleteTemplate(ctx, w.reader, "base")
+		_, _, _, denied["verb"] = w.c.Do(ctx, w.reader, sb.ID, sandbox.VerbPause, control.VerbRequest{}, sandbox.Idempotency{})
+		_, _, _, denied["snapshot"] = w.c.TakeSnapshot(ctx, w.reader, sb.ID, control.SnapshotRequest{}, sandbox.Idempotency{})
+		_, _, _, denied["fork"] = w.c.Fork(ctx, w.reader, sb.ID, control.ForkRequest{Count: 1}, sandbox.Idempotency{})
+		_, _, _, denied["rollback"] = w.c.Rollback(ctx, w.reader, sb.ID, sandbox.NewID(sandbox.KindSnapshot), sandbox.Idempotency{})
+		_, denied["delete snapshot"] = w.c.DeleteSnapshot(ctx, w.reader, sandbox.NewID(sandbox.KindSnapshot))
 		for what, err := range denied {
 			if !sandbox.IsClass(err, sandbox.Denied) {
 				t.Errorf("%s: %v", what, err)
@@ -100,6 +105,14 @@ func TestAnotherProjectFindsNothing(t *testing.T) {
 		_, missing["template"] = w.c.Template(ctx, stranger, digestA)
 		_, _, _, missing["create"] = w.c.CreateSandbox(ctx, stranger, control.CreateRequest{Template: digestA}, sandbox.Idempotency{})
 		missing["delete template"] = w.c.DeleteTemplate(ctx, stranger, digestA)
+		snap := w.done(sb, sandbox.VerbSnapshot).Snapshot
+		_, missing["snapshot"] = w.c.Snapshot(ctx, stranger, snap)
+		_, missing["delete snapshot"] = w.c.DeleteSnapshot(ctx, stranger, snap)
+		_, _, _, missing["verb"] = w.c.Do(ctx, stranger, sb.ID, sandbox.VerbPause, control.VerbRequest{}, sandbox.Idempotency{})
+		_, _, _, missing["fork"] = w.c.Fork(ctx, stranger, sb.ID, control.ForkRequest{Count: 1}, sandbox.Idempotency{})
+		_, _, _, missing["rollback"] = w.c.Rollback(ctx, stranger, sb.ID, snap, sandbox.Idempotency{})
+		_, _, _, missing["create from it"] = w.c.CreateSandbox(ctx, stranger, control.CreateRequest{Snapshot: snap}, sandbox.Idempotency{})
+		_, missing["policy"] = w.c.SetPolicy(ctx, stranger, sb.ID, still)
 		for what, err := range missing {
 			if !sandbox.IsClass(err, sandbox.NotFound) {
 				t.Errorf("%s: %v", what, err)
@@ -414,6 +427,8 @@ func fill(t *testing.T, at string, v reflect.Value, depth int) {
 		v.SetString("x")
 	case reflect.Bool:
 		v.SetBool(true)
+	case reflect.Uint64:
+		v.SetUint(7)
 	case reflect.Int, reflect.Int64, reflect.Int32:
 		v.SetInt(7)
 	case reflect.Struct:

@@ -4,7 +4,10 @@
 // one session, an access token for the files or the ports of one sandbox) and
 // takes API keys too.
 //
-// Invariants: a GET starts nothing; a session is touched only through its
+// Invariants: a GET starts and wakes nothing, but for the handshake of a tunnel;
+// whatever needs the machine says so to control (Users), by which idle policies
+// and wake on access work, and an attach, a terminal, a transfer or a tunnel
+// holds its sandbox for as long as it is open; a session is touched only through its
 // sandbox in the caller's scope; a reader that stalls holds one goroutine and
 // one record, never a command or another reader; everything that comes out of
 // a guest (sizes, names, streams, error texts) is bounded here before it

@@ -38,7 +38,7 @@ func (p *Plane) ExecCommand(w http.ResponseWriter, r *http.Request, sandboxID ap
 		Args: body.Args, Env: body.Env, Cwd: body.Cwd, User: body.User, Stdin: len(body.Stdin) > 0,
 		Timeout: time.Duration(body.TimeoutSeconds) * time.Second,
 	}
-	err := p.running(r.Context(), sandboxID)
+	err := p.awake(r.Context(), sandboxID)
 	var row sandbox.Session
 	if err == nil {
 		row, err = p.create(r, sandboxID, proc, rest.Idempotency(r, params.IdempotencyKey, body))
@@ -51,6 +51,7 @@ func (p *Plane) ExecCommand(w http.ResponseWriter, r *http.Request, sandboxID ap
 		rest.Fail(w, r, err)
 		return
 	}
+	defer p.o.Identities.Hold(sandboxID)()
 	ctx, cancel := context.WithTimeout(r.Context(), time.Duration(wait)*time.Second)
 	defer cancel()
 	out := &collected{most: most, result: api.ExecResult{Session: row.ID, Stdout: []byte{}, Stderr: []byte{}}}

@@ -13,14 +13,20 @@ import (
 	"connectrpc.com/connect"
 
 	"cloche.dev/cloche/api"
+	"cloche.dev/cloche/internal/guestapi"
 	"cloche.dev/cloche/internal/guestapi/guestv1"
 	"cloche.dev/cloche/internal/guestapi/guestv1/guestv1connect"
 	"cloche.dev/cloche/internal/httpapi/rest"
 )
 
-// small makes one bounded call to the agent of a sandbox that runs.
+// small makes one bounded call to the agent of a sandbox that runs; where it
+// changes something, it may wake the sandbox for it.
 func (p *Plane) small(w http.ResponseWriter, r *http.Request, sandboxID string, call func(context.Context, guestv1connect.GuestClient) error) bool {
-	err := p.running(r.Context(), sandboxID)
+	ready := p.awake
+	if r.Method == http.MethodGet {
+		ready = p.running
+	}
+	err := ready(r.Context(), sandboxID)
 	if err == nil {
 		ctx, cancel := context.WithTimeout(r.Context(), callTimeout)
 		defer cancel()
@@ -30,7 +36,7 @@ func (p *Plane) small(w http.ResponseWriter, r *http.Request, sandboxID string, 
 		}
 	}
 	if err != nil {
-		rest.Fail(w, r, guestError(err))
+		rest.Fail(w, r, guestapi.FromRPC(err))
 		return false
 	}
 	return true

@@ -13,7 +13,6 @@ import (
 	"github.com/coder/websocket"
 
 	"cloche.dev/cloche/api"
-	"cloche.dev/cloche/internal/sandbox"
 )
 
 func TestFiles(t *testing.T) {
@@ -55,7 +54,7 @@ func TestFiles(t *testing.T) {
 	b.call(409, nil, "POST", "/files/move", `{"from":"/empty","to":"/b"}`)
 	b.call(204, nil, "DELETE", "/files?path=/b&recursive=true", nil)
 	p := b.call(404, nil, "GET", "/files?path=/b", nil).Problem(t)
-	if p.Code != "path_not_found" || strings.ContainsRune(p.Detail, '\x1b') {
+	if p.Code != "guest_not_found" || strings.ContainsRune(p.Detail, '\x1b') {
 		t.Fatalf("%+v", p)
 	}
 	if p := b.call(409, nil, "GET", "/files?path=/dir", nil).Problem(t); p.Code != "is_directory" {
@@ -309,13 +308,5 @@ func TestGuestText(t *testing.T) {
 	got := guestText(strings.Repeat("a\x1b[2J\n\xff", 1000))
 	if len(got) > maxGuestText || strings.ContainsAny(got, "\x1b\n") {
 		t.Errorf("%q", got)
-	}
-	for code, class := range map[error]sandbox.Class{
-		context.DeadlineExceeded: sandbox.Unavailable, context.Canceled: sandbox.Unavailable, errors.New("odd"): sandbox.Unavailable,
-		sandbox.Errorf(sandbox.Quota, "x", "y"): sandbox.Quota,
-	} {
-		if !sandbox.IsClass(guestError(code), class) {
-			t.Errorf("%v: %v", code, guestError(code))
-		}
 	}
 }

@@ -2,15 +2,13 @@ package dataplane
 
 import (
 	"context"
-	"errors"
 	"io"
 	"strings"
 	"sync"
 	"time"
 	"unicode"
 
-	"connectrpc.com/connect"
-
+	"cloche.dev/cloche/internal/guestapi"
 	"cloche.dev/cloche/internal/guestapi/guestv1/guestv1connect"
 	"cloche.dev/cloche/internal/sandbox"
 )
@@ -34,43 +32,6 @@ type Guests interface {
 	Extra(ctx context.Context, sandboxID string) (guestv1connect.GuestClient, io.Closer, error)
 }
 
-// guestError is the only place that maps what a guest answers. What it says is
-// hostile text.
-func guestError(err error) error {
-	if err == nil {
-		return nil
-	}
-	var known *sandbox.Error
-	if errors.As(err, &known) {
-		return known
-	}
-	text := err.Error()
-	var ce *connect.Error
-	if errors.As(err, &ce) {
-		text = ce.Message()
-	}
-	text = guestText(text)
-	switch connect.CodeOf(err) {
-	case connect.CodeNotFound:
-		return sandbox.Errorf(sandbox.NotFound, "path_not_found", "in the sandbox: %s", text)
-	case connect.CodeAlreadyExists:
-		return sandbox.Errorf(sandbox.Conflict, "path_exists", "in the sandbox: %s", text)
-	case connect.CodeInvalidArgument:
-		return sandbox.Errorf(sandbox.Invalid, "guest_invalid", "the sandbox refused: %s", text)
-	case connect.CodeFailedPrecondition, connect.CodePermissionDenied, connect.CodeOutOfRange, connect.CodeAborted:
-		return sandbox.Errorf(sandbox.FailedPrecondition, "guest_refused", "the sandbox refused: %s", text)
-	case connect.CodeResourceExhausted:
-		return sandbox.Errorf(sandbox.Quota, "guest_exhausted", "the sandbox has no room: %s", text)
-	case connect.CodeCanceled, connect.CodeDeadlineExceeded:
-		return sandbox.Errorf(sandbox.Unavailable, "guest_timeout", "the sandbox did not answer in time")
-	case connect.CodeUnavailable:
-		return sandbox.Errorf(sandbox.Unavailable, "guest_unavailable", "the sandbox can't be reached: %s", text).WithRetry(time.Second)
-	}
-	e := sandbox.Errorf(sandbox.Unavailable, "guest_fault", "the sandbox's agent failed: %s", text)
-	e.Retryable = false
-	return e
-}
-
 // guestFault is what a guest did that an honest agent doesn't do.
 func guestFault(what string) error {
 	e := sandbox.Errorf(sandbox.Unavailable, "guest_fault", "the sandbox's agent answered nonsense: %s", what)
@@ -92,7 +53,8 @@ func guestText(s string) string {
 }
 
 // bulk takes a place among the sandbox's transfers and a connection for one.
-// The context it returns ends with the transfer, or when done is called.
+// The context it returns ends with the transfer, or when done is called; until
+// then the sandbox counts as used.
 func (p *Plane) bulk(ctx context.Context, sandboxID string) (context.Context, *transfer, error) {
 	if !p.places.take(sandboxID) {
 		return nil, nil, sandbox.Errorf(sandbox.Quota, "too_many_transfers", "the sandbox has %d transfers and tunnels already", bulkPerBox).
@@ -105,10 +67,12 @@ func (p *Plane) bulk(ctx context.Context, sandboxID string) (context.Context, *t
 	if err != nil {
 		cancel()
 		p.places.free(sandboxID)
-		return nil, nil, guestError(err)
+		return nil, nil, guestapi.FromRPC(err)
 	}
 	t := &transfer{client: client, cancel: cancel}
+	release := p.o.Identities.Hold(sandboxID)
 	t.done = func() {
+		release()
 		cancel()
 		p.close(closer)
 		p.places.free(sandboxID)

@@ -4,7 +4,6 @@ import (
 	"context"
 	"io"
 	"log/slog"
-	"net/http"
 	"time"
 
 	"cloche.dev/cloche/internal/auth"
@@ -20,6 +19,20 @@ type Identities interface {
 	CreateSession(ctx context.Context, c sandbox.Caller, sandboxID string, p sandbox.Process, idem sandbox.Idempotency) (s sandbox.Session, replayed bool, err error)
 	Session(ctx context.Context, c sandbox.Caller, sandboxID, id string) (sandbox.Session, error)
 	Sessions(ctx context.Context, c sandbox.Caller, sandboxID string, page sandbox.Page) (list []sandbox.Session, next string, err error)
+	Users
+}
+
+// Users hears who uses a sandbox (control): what its policy does while nobody
+// does, and when somebody wants to, is decided there.
+type Users interface {
+	// Touch tells that a sandbox was used now.
+	Touch(sandboxID string)
+	// Hold tells that it is used until release is called, which may be called
+	// more than once.
+	Hold(sandboxID string) (release func())
+	// Access wakes a sandbox where its policy says so and waits until it runs.
+	// nil does not mean that it does.
+	Access(ctx context.Context, project, sandboxID string) error
 }
 
 // Recorder keeps the sessions' logs and reaches their commands (a
@@ -100,36 +113,4 @@ func (p *Plane) close(c io.Closer) {
 	if err := c.Close(); err != nil {
 		p.log.Debug("a stream did not close cleanly", "error", err)
 	}
-}
-
-// running makes sure that a sandbox of the request's caller runs.
-func (p *Plane) running(ctx context.Context, sandboxID string) error {
-	sb, err := p.o.Identities.Get(ctx, callerOf(ctx), sandboxID)
-	if err != nil {
-		return err
-	}
-	if sb.State == sandbox.StateRunning {
-		return nil
-	}
-	e := sandbox.Errorf(sandbox.FailedPrecondition, "sandbox_not_running", "sandbox %s is %s", sandboxID, sb.State)
-	if sb.State.Transitional() && sb.State != sandbox.StateDeleting {
-		return e.WithHint("wait until its operation %s has ended", sb.Operation).WithRetry(time.Second)
-	}
-	return e.WithHint("only a sandbox that runs can do this")
-}
-
-// known makes sure that the request's caller may have this session, whatever
-// its sandbox does.
-func (p *Plane) known(r *http.Request, sandboxID, sessionID string) (session.Ref, error) {
-	_, err := p.o.Identities.Session(r.Context(), callerOf(r.Context()), sandboxID, sessionID)
-	return session.Ref{Sandbox: sandboxID, Session: sessionID}, err
-}
-
-// live is known for a session whose sandbox has to run.
-func (p *Plane) live(r *http.Request, sandboxID, sessionID string) (session.Ref, error) {
-	ref, err := p.known(r, sandboxID, sessionID)
-	if err == nil {
-		err = p.running(r.Context(), sandboxID)
-	}
-	return ref, err
 }

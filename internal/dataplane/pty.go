@@ -5,7 +5,10 @@ import (
 	"errors"
 	"io"
 	"net/http"
+	"slices"
 	"sync"
+	"sync/atomic"
+	"time"
 
 	"github.com/coder/websocket"
 
@@ -32,6 +35,9 @@ func (p *Plane) OpenPty(w http.ResponseWriter, r *http.Request, sandboxID api.Sa
 		return
 	}
 	defer p.close(reader)
+	if !p.over(ref) {
+		defer p.o.Identities.Hold(sandboxID)()
+	}
 	conn, err := accept(w, r, maxPtyInput)
 	if err != nil {
 		return
@@ -41,10 +47,11 @@ func (p *Plane) OpenPty(w http.ResponseWriter, r *http.Request, sandboxID api.Sa
 	var wg sync.WaitGroup
 	defer wg.Wait()
 	defer cancel()
-	wg.Go(func() { pings(ctx, conn, pingEvery) })
+	var busy atomic.Bool
+	wg.Go(func() { pings(ctx, conn, pingEvery, &busy) })
 	wg.Go(func() {
 		defer cancel() // a client that is gone, or errs, ends the output too
-		p.ptyInput(ctx, conn, ref)
+		p.ptyInput(ctx, conn, ref, &busy)
 	})
 	p.ptyOutput(ctx, conn, reader, uint64(params.Offset))
 }
@@ -79,7 +86,7 @@ func (p *Plane) ptyOutput(ctx context.Context, conn *websocket.Conn, reader Even
 }
 
 // ptyInput hands on what the client sends until it goes away.
-func (p *Plane) ptyInput(ctx context.Context, conn *websocket.Conn, ref session.Ref) {
+func (p *Plane) ptyInput(ctx context.Context, conn *websocket.Conn, ref session.Ref, busy *atomic.Bool) {
 	i, done := p.inputs.use(ref)
 	defer done()
 	for {
@@ -87,11 +94,13 @@ func (p *Plane) ptyInput(ctx context.Context, conn *websocket.Conn, ref session.
 		if err != nil {
 			return
 		}
+		busy.Store(true)
 		if kind == websocket.MessageBinary {
 			err = p.append(ctx, ref, i, data, false)
 		} else {
 			err = p.ptyControl(ctx, ref, i, data)
 		}
+		busy.Store(false)
 		switch {
 		case err == nil, sandbox.IsClass(err, sandbox.FailedPrecondition) && !retryable(err):
 			// Input that comes too early or too late goes nowhere, as on a
@@ -130,13 +139,37 @@ func (p *Plane) ptyControl(ctx context.Context, ref session.Ref, i *input, data 
 const maxTerminal = 4096 // rows or columns, as in the contract
 
 // append writes input behind what is there and waits for room as long as the
-// client is there, which is how a terminal pushes back.
+// client is there, which is how a terminal pushes back. Opening a terminal is a
+// GET and wakes nothing, but writing to it may.
 func (p *Plane) append(ctx context.Context, ref session.Ref, i *input, data []byte, closing bool) error {
 	for {
+		if err := p.stand(ctx, ref.Sandbox); err != nil {
+			return err
+		}
 		_, left, err := p.write(ctx, ref, i, nil, data, closing)
 		if err != nil || left == 0 || ctx.Err() != nil {
 			return err
 		}
 		data = data[len(data)-left:]
+	}
+}
+
+// standEvery is how often a terminal's input waits for looks at a sandbox that
+// stands still.
+const standEvery = time.Second
+
+// stand waits while the sandbox is paused or suspended: what is typed then
+// arrives when it goes on, unless it wakes it.
+func (p *Plane) stand(ctx context.Context, sandboxID string) error {
+	for {
+		sb, err := p.access(ctx, sandboxID)
+		if err != nil || !slices.Contains(standing, sb.State) {
+			return err
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-time.After(standEvery):
+		}
 	}
 }

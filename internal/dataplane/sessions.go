@@ -1,6 +1,7 @@
 package dataplane
 
 import (
+	"math"
 	"net/http"
 	"strconv"
 	"time"
@@ -96,6 +97,7 @@ func (p *Plane) show(r *http.Request, row sandbox.Session) (api.Session, error) 
 	s := api.Session{
 		Id: row.ID, Sandbox: row.Sandbox, Args: proc.Args, Cwd: proc.Cwd, User: proc.User, Stdin: proc.Stdin,
 		TimeoutSeconds: int64(proc.Timeout / time.Second), Key: row.Key, CreatedAt: row.CreatedAt.UTC(), State: api.SessionExpired,
+		Parent: row.Parent, ParentOffset: int64(min(row.ParentOffset, math.MaxInt64)),
 	}
 	if s.Args == nil {
 		s.Args = []string{}
@@ -111,6 +113,9 @@ func (p *Plane) show(r *http.Request, row sandbox.Session) (api.Session, error) 
 		return s, nil
 	}
 	if err != nil {
+		return api.Session{}, err
+	}
+	if s.Held, err = p.held(r.Context(), st, row.Sandbox); err != nil {
 		return api.Session{}, err
 	}
 	s.State, s.OffsetFirst, s.OffsetNext, s.Exit = stateOf(st.Status), int64(st.First), int64(st.End), exitOf(st.Exit)
@@ -147,7 +152,7 @@ func exitOf(x *session.Exit) *api.Exit {
 // AttachSession starts a session's command, once, and streams its log or, where
 // the client accepts only JSON, answers how far it is.
 func (p *Plane) AttachSession(w http.ResponseWriter, r *http.Request, sandboxID api.SandboxParam, sessionID api.SessionParam, params api.AttachSessionParams) {
-	form, err := negotiate(r, eventStream, octets, jsonForm)
+	form, err := rest.Negotiate(r, eventStream, octets, jsonForm)
 	var row sandbox.Session
 	if err == nil {
 		row, err = p.o.Identities.Session(r.Context(), callerOf(r.Context()), sandboxID, sessionID)
@@ -164,20 +169,30 @@ func (p *Plane) AttachSession(w http.ResponseWriter, r *http.Request, sandboxID 
 		p.answer(w, r, row)
 		return
 	}
+	if !p.over(ref) {
+		defer p.o.Identities.Hold(sandboxID)()
+	}
 	p.follow(w, r, ref, position(params.Offset, params.LastEventID), form)
 }
 
 // start starts a session that was not started. One that was needs no sandbox
-// that runs: its log can be had all the same.
+// that runs: its log can be had all the same, and goes on when the sandbox does.
+// While the command has not ended the sandbox is woken for it, where its policy
+// says so.
 func (p *Plane) start(r *http.Request, ref session.Ref) error {
 	st, err := p.o.Recorder.State(ref)
 	if err != nil {
 		return err
 	}
-	if st.Status != session.Created && st.Status != session.Starting {
+	switch st.Status {
+	case session.Created, session.Starting:
+	case session.Running:
+		_, err := p.access(r.Context(), ref.Sandbox)
+		return err
+	default:
 		return alive(st)
 	}
-	if err := p.running(r.Context(), ref.Sandbox); err != nil {
+	if err := p.awake(r.Context(), ref.Sandbox); err != nil {
 		return err
 	}
 	_, err = p.o.Recorder.Start(r.Context(), ref)
@@ -195,7 +210,7 @@ func alive(st session.State) error {
 
 // FollowSession streams a session's log. It starts nothing.
 func (p *Plane) FollowSession(w http.ResponseWriter, r *http.Request, sandboxID api.SandboxParam, sessionID api.SessionParam, params api.FollowSessionParams) {
-	form, err := negotiate(r, eventStream, octets)
+	form, err := rest.Negotiate(r, eventStream, octets)
 	var ref session.Ref
 	if err == nil {
 		ref, err = p.readable(r, sandboxID, sessionID)

@@ -3,8 +3,10 @@ package dataplane
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"net/http"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"github.com/coder/websocket"
@@ -60,8 +62,10 @@ func sendJSON(ctx context.Context, conn *websocket.Conn, v any) error {
 	return send(ctx, conn, websocket.MessageText, b)
 }
 
-// pings until ctx ends; a peer that doesn't answer ends the connection.
-func pings(ctx context.Context, conn *websocket.Conn, every time.Duration) {
+// pings until ctx ends; a peer that doesn't answer ends the connection. Its
+// answers are read with its messages, so that while what it sent before waits
+// to be handed on (busy) only a ping that can't be sent ends it.
+func pings(ctx context.Context, conn *websocket.Conn, every time.Duration, busy *atomic.Bool) {
 	tick := time.NewTicker(every)
 	defer tick.Stop()
 	for {
@@ -71,8 +75,12 @@ func pings(ctx context.Context, conn *websocket.Conn, every time.Duration) {
 		case <-tick.C:
 		}
 		one, cancel := context.WithTimeout(ctx, every)
+		waits := busy.Load()
 		err := conn.Ping(one)
 		cancel()
+		if (waits || busy.Load()) && errors.Is(err, context.DeadlineExceeded) {
+			continue
+		}
 		if err != nil {
 			_ = conn.CloseNow() // its reader and writer say that it is gone
 			return

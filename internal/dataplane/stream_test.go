@@ -9,7 +9,6 @@ import (
 	"encoding/json"
 	"errors"
 	"io"
-	"net/http"
 	"strings"
 	"testing"
 	"time"
@@ -259,33 +258,5 @@ func TestCutStreamsAreTold(t *testing.T) {
 	got = b.pump(context.Background(), t, &scripted{err: sandbox.Errorf(sandbox.Internal, "log_unreadable", "secret path")})
 	if len(got) != 1 || got[0].data.Reason != "log_unreadable" || strings.Contains(got[0].data.Error.Message, "secret") {
 		t.Errorf("%+v", got)
-	}
-}
-
-func TestNegotiate(t *testing.T) {
-	for _, c := range []struct{ accept, want string }{
-		{"", eventStream},
-		{"*/*", eventStream},
-		{"text/*", eventStream},
-		{octets, octets},
-		{"application/*", octets},
-		{"application/json", jsonForm},
-		{"application/json, */*;q=0.1", jsonForm},
-		{"text/event-stream;q=0.2, application/octet-stream", octets},
-		{"text/event-stream;q=0", ""},
-		{"image/png", ""},
-		{"*/*;q=0, application/json", jsonForm},
-		{";;;", ""},
-		{"application/octet-stream;q=x", ""},
-		{"*/*, text/event-stream;q=0", octets},
-	} {
-		r, _ := http.NewRequest("GET", "/", nil)
-		if c.accept != "" {
-			r.Header.Set("Accept", c.accept)
-		}
-		got, err := negotiate(r, eventStream, octets, jsonForm)
-		if got != c.want || (err != nil) != (c.want == "") {
-			t.Errorf("%q: %q %v, want %q", c.accept, got, err, c.want)
-		}
 	}
 }

@@ -14,6 +14,7 @@ import (
 	"connectrpc.com/connect"
 
 	"cloche.dev/cloche/api"
+	"cloche.dev/cloche/internal/guestapi"
 	"cloche.dev/cloche/internal/guestapi/guestv1"
 	"cloche.dev/cloche/internal/httpapi/rest"
 	"cloche.dev/cloche/internal/sandbox"
@@ -26,7 +27,7 @@ const uploadWait = 60 * time.Second
 func (p *Plane) ReadFile(w http.ResponseWriter, r *http.Request, sandboxID api.SandboxParam, params api.ReadFileParams) {
 	info, err := p.regular(r.Context(), sandboxID, params.Path)
 	if err != nil {
-		rest.Fail(w, r, guestError(err))
+		rest.Fail(w, r, guestapi.FromRPC(err))
 		return
 	}
 	from, length, partial, err := fileRange(r.Header.Get("Range"), info.Size)
@@ -48,7 +49,7 @@ func (p *Plane) ReadFile(w http.ResponseWriter, r *http.Request, sandboxID api.S
 		Path: params.Path, Offset: uint64(from), Length: uint64(length), Whole: whole,
 	}))
 	if err != nil {
-		rest.Fail(w, r, guestError(err))
+		rest.Fail(w, r, guestapi.FromRPC(err))
 		return
 	}
 	h, status := w.Header(), http.StatusOK
@@ -147,7 +148,7 @@ func (t *transfer) send(w http.ResponseWriter, r *http.Request, stream chunks, s
 		if more {
 			data = stream.Msg().GetData()
 		} else if err := stream.Err(); err != nil {
-			rest.Fail(w, r, guestError(err))
+			rest.Fail(w, r, guestapi.FromRPC(err))
 			return
 		}
 		if want >= 0 && int64(len(data)) > left || !more && left > 0 {
@@ -173,7 +174,7 @@ func (t *transfer) send(w http.ResponseWriter, r *http.Request, stream chunks, s
 
 // ReadArchive answers a tree as a tar.
 func (p *Plane) ReadArchive(w http.ResponseWriter, r *http.Request, sandboxID api.SandboxParam, params api.ReadArchiveParams) {
-	ctx, t, err := p.runningBulk(r.Context(), sandboxID)
+	ctx, t, err := p.transfer(r.Context(), sandboxID, p.running)
 	if err != nil {
 		rest.Fail(w, r, err)
 		return
@@ -181,14 +182,15 @@ func (p *Plane) ReadArchive(w http.ResponseWriter, r *http.Request, sandboxID ap
 	defer t.done()
 	stream, err := t.client.TarOut(ctx, connect.NewRequest(&guestv1.TarOutRequest{Path: params.Path}))
 	if err != nil {
-		rest.Fail(w, r, guestError(err))
+		rest.Fail(w, r, guestapi.FromRPC(err))
 		return
 	}
 	t.send(w, r, stream, http.StatusOK, "application/x-tar", -1)
 }
 
-func (p *Plane) runningBulk(ctx context.Context, sandboxID string) (context.Context, *transfer, error) {
-	if err := p.running(ctx, sandboxID); err != nil {
+// transfer is bulk for a sandbox that is made ready first.
+func (p *Plane) transfer(ctx context.Context, sandboxID string, ready func(context.Context, string) error) (context.Context, *transfer, error) {
+	if err := ready(ctx, sandboxID); err != nil {
 		return nil, nil, err
 	}
 	return p.bulk(ctx, sandboxID)
@@ -196,7 +198,7 @@ func (p *Plane) runningBulk(ctx context.Context, sandboxID string) (context.Cont
 
 // WriteFile writes a file from the body.
 func (p *Plane) WriteFile(w http.ResponseWriter, r *http.Request, sandboxID api.SandboxParam, params api.WriteFileParams) {
-	ctx, t, err := p.runningBulk(r.Context(), sandboxID)
+	ctx, t, err := p.transfer(r.Context(), sandboxID, p.awake)
 	if err != nil {
 		rest.Fail(w, r, err)
 		return
@@ -223,7 +225,7 @@ func (p *Plane) WriteFile(w http.ResponseWriter, r *http.Request, sandboxID api.
 		return err
 	})
 	if err != nil {
-		rest.Fail(w, r, guestError(err))
+		rest.Fail(w, r, guestapi.FromRPC(err))
 		return
 	}
 	if written != uint64(sent) {
@@ -235,7 +237,7 @@ func (p *Plane) WriteFile(w http.ResponseWriter, r *http.Request, sandboxID api.
 
 // WriteArchive unpacks the tar in the body.
 func (p *Plane) WriteArchive(w http.ResponseWriter, r *http.Request, sandboxID api.SandboxParam, params api.WriteArchiveParams) {
-	ctx, t, err := p.runningBulk(r.Context(), sandboxID)
+	ctx, t, err := p.transfer(r.Context(), sandboxID, p.awake)
 	if err != nil {
 		rest.Fail(w, r, err)
 		return
@@ -258,7 +260,7 @@ func (p *Plane) WriteArchive(w http.ResponseWriter, r *http.Request, sandboxID a
 		return err
 	})
 	if err != nil {
-		rest.Fail(w, r, guestError(err))
+		rest.Fail(w, r, guestapi.FromRPC(err))
 		return
 	}
 	rest.JSON(w, r, http.StatusOK, api.ArchiveWritten{Entries: int64(min(entries, math.MaxInt64))})

@@ -7,11 +7,13 @@ import (
 	"io"
 	"net/http"
 	"sync"
+	"sync/atomic"
 
 	"connectrpc.com/connect"
 	"github.com/coder/websocket"
 
 	"cloche.dev/cloche/api"
+	"cloche.dev/cloche/internal/guestapi"
 	"cloche.dev/cloche/internal/guestapi/guestv1"
 	"cloche.dev/cloche/internal/httpapi/rest"
 	"cloche.dev/cloche/internal/sandbox"
@@ -27,9 +29,9 @@ type tunnelStream = connect.BidiStreamForClient[guestv1.TunnelRequest, guestv1.C
 
 // OpenTunnel joins a WebSocket to a TCP connection inside the sandbox.
 func (p *Plane) OpenTunnel(w http.ResponseWriter, r *http.Request, sandboxID api.SandboxParam, port int) {
-	err := p.running(r.Context(), sandboxID)
+	err := upgradable(w, r)
 	if err == nil {
-		err = upgradable(w, r)
+		err = p.awake(r.Context(), sandboxID)
 	}
 	if err != nil {
 		rest.Fail(w, r, err)
@@ -59,17 +61,21 @@ func (p *Plane) OpenTunnel(w http.ResponseWriter, r *http.Request, sandboxID api
 	var wg sync.WaitGroup
 	defer wg.Wait()
 	defer t.cancel()
-	wg.Go(func() { pings(ctx, conn, pingEvery) })
+	var busy atomic.Bool
+	wg.Go(func() { pings(ctx, conn, pingEvery, &busy) })
 	wg.Go(func() {
-		if errors.Is(tunnelUp(ctx, conn, stream), errPeer) {
-			t.cancel() // a guest that ended the stream says why to tunnelDown
+		if errors.Is(tunnelUp(ctx, conn, stream, &busy), errPeer) {
+			// A guest that ended the stream says why to tunnelDown; here it has
+			// not, and tunnelDown waits for it.
+			t.cancel()
+			_ = stream.CloseRequest()
 		}
 	})
 	switch err := tunnelDown(ctx, conn, stream); {
 	case err == nil:
 		_ = conn.Close(websocket.StatusNormalClosure, "")
 	case !errors.Is(err, errPeer):
-		_ = conn.Close(websocket.StatusInternalError, reason(guestError(err)))
+		_ = conn.Close(websocket.StatusInternalError, reason(guestapi.FromRPC(err)))
 	}
 }
 
@@ -82,7 +88,7 @@ func dial(t *transfer, stream *tunnelStream, port int) error {
 	if errors.Is(err, io.EOF) {
 		return guestFault("it ended a tunnel that it had not begun")
 	}
-	err = guestError(err)
+	err = guestapi.FromRPC(err)
 	if sandbox.IsClass(err, sandbox.FailedPrecondition) {
 		return sandbox.Errorf(sandbox.FailedPrecondition, "port_closed", "nothing listens on port %d in the sandbox", port).
 			WithHint("start what shall listen there, on 127.0.0.1 or all addresses")
@@ -95,7 +101,7 @@ var errPeer = errors.New("the client is gone")
 
 // tunnelUp carries what the client sends into the sandbox until it has no
 // more to send.
-func tunnelUp(ctx context.Context, conn *websocket.Conn, stream *tunnelStream) error {
+func tunnelUp(ctx context.Context, conn *websocket.Conn, stream *tunnelStream, busy *atomic.Bool) error {
 	for open := true; ; {
 		kind, data, err := conn.Read(ctx)
 		if err != nil {
@@ -117,6 +123,7 @@ func tunnelUp(ctx context.Context, conn *websocket.Conn, stream *tunnelStream) e
 			}
 			continue
 		}
+		busy.Store(true)
 		for len(data) > 0 && open {
 			n := min(len(data), tunnelPiece)
 			if err := stream.Send(&guestv1.TunnelRequest{Data: data[:n]}); err != nil {
@@ -124,6 +131,7 @@ func tunnelUp(ctx context.Context, conn *websocket.Conn, stream *tunnelStream) e
 			}
 			data = data[n:]
 		}
+		busy.Store(false)
 	}
 }
 

@@ -16,6 +16,7 @@ import (
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
 	"gvisor.dev/gvisor/pkg/log"
+	"gvisor.dev/gvisor/runsc/config"
 	"gvisor.dev/gvisor/runsc/container"
 	"gvisor.dev/gvisor/runsc/specutils"
 
@@ -82,13 +83,17 @@ func create(root string) (enginerpc.Machine, error) {
 	if err != nil {
 		return none, err
 	}
-	c, err := container.New(conf, container.Args{ID: req.ID, Spec: spec, BundleDir: bundle})
+	args := container.Args{ID: req.ID, Spec: spec, BundleDir: bundle}
+	if req.RestoreKind == enginerpc.Disk {
+		args.FSRestoreImagePath = req.Restore
+	}
+	c, err := container.New(conf, args)
 	if err != nil {
 		return none, err
 	}
 	m, err := describe(c, &req)
 	if err == nil {
-		err = c.Start(conf)
+		err = launch(c, conf, &req)
 	}
 	if err == nil {
 		err = protectInit(m.Sentry.PID)
@@ -98,6 +103,23 @@ func create(root string) (enginerpc.Machine, error) {
 		return none, err
 	}
 	return m, nil
+}
+
+// launch lets a created machine run: from PID 1's first instruction, or from
+// where its image stood. The pages of an image are read while it runs already;
+// gVisor waits for those that it needs.
+func launch(c *container.Container, conf *config.Config, req *enginerpc.CreateRequest) error {
+	if req.RestoreKind == enginerpc.Memory {
+		if err := c.Restore(conf, req.Restore, false /* direct */, true /* background */, nil); err != nil {
+			return err
+		}
+		// Restoring replaced the platform and its first stub.
+		return scoreStubs(c.Sandbox.Getpid())
+	}
+	if err := c.Start(conf); err != nil || req.RestoreKind == "" {
+		return err
+	}
+	return c.WaitFSRestore()
 }
 
 // lendStdio makes this process's stdio what PID 1 shall have: gVisor passes it
@@ -152,16 +174,31 @@ func describe(c *container.Container, req *enginerpc.CreateRequest) (enginerpc.M
 		}
 	}
 	// Every stub is forked from the one that is there by now, and inherits.
-	stubs, err := children(m.Sentry.PID)
-	if err != nil {
-		return m, fmt.Errorf("find the stub processes: %w", err)
-	}
-	for _, pid := range stubs {
-		if err := setScore(pid, stubScore); err != nil {
-			return m, fmt.Errorf("make stub %d the kernel's first choice: %w", pid, err)
+	return m, scoreStubs(m.Sentry.PID)
+}
+
+// scoreStubs makes every stub of a sentry the kernel's first choice. It looks
+// again until it finds no new one, since a stub may be forked meanwhile from one
+// that it had not come to.
+func scoreStubs(sentry int) error {
+	seen := map[int]bool{}
+	for more := true; more; {
+		stubs, err := children(sentry)
+		if err != nil {
+			return fmt.Errorf("find the stub processes: %w", err)
+		}
+		more = false
+		for _, pid := range stubs {
+			if seen[pid] {
+				continue
+			}
+			seen[pid], more = true, true
+			if err := setScore(pid, stubScore); err != nil {
+				return fmt.Errorf("make stub %d the kernel's first choice: %w", pid, err)
+			}
 		}
 	}
-	return m, nil
+	return nil
 }
 
 // protectInit finds the stub of the guest's PID 1 (the first that was forked

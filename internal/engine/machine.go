@@ -23,6 +23,8 @@ type machine struct {
 	dir  string
 	done chan struct{} // closed when it has ended and its record says so
 
+	verbs sync.Mutex // one pause, resume or snapshot at a time
+
 	mu    sync.Mutex
 	rec   enginerpc.Machine
 	asked bool      // we were asked to end it
@@ -127,6 +129,12 @@ func (c *control) sample(m *machine) {
 	}
 }
 
+// box is the way to a machine's sentry. Not container.Load: that makes a lock
+// file anew that a discard of the machine has just removed.
+func (c *control) box(id string) *gsandbox.Sandbox {
+	return &gsandbox.Sandbox{ID: id, ControlSocketPath: filepath.Join(c.root(), "runsc-"+id+".sock")}
+}
+
 // answers asks a machine's sentry whether its container runs. A sentry that is
 // stuck keeps one goroutine until it ends.
 func (c *control) answers(ctx context.Context, id string) error {
@@ -134,10 +142,7 @@ func (c *control) answers(ctx context.Context, id string) error {
 	defer cancel()
 	got := make(chan error, 1)
 	go func() {
-		// Not container.Load: it makes a lock file anew that a discard of the
-		// machine has just removed.
-		box := &gsandbox.Sandbox{ID: id, ControlSocketPath: filepath.Join(c.root(), "runsc-"+id+".sock")}
-		state, err := box.ContainerRuntimeState(id)
+		state, err := c.box(id).ContainerRuntimeState(id)
 		if err == nil && state != boot.RuntimeStateRunning {
 			err = fmt.Errorf("its container is in state %d", state)
 		}

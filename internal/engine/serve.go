@@ -31,6 +31,9 @@ func (c *control) routes() http.Handler {
 	handle("GET /v1/machines/{id}", c.serveGet)
 	handle("DELETE /v1/machines/{id}", c.serveDiscard)
 	handle("POST /v1/kill/{id}", c.serveKill)
+	handle("POST /v1/pause/{id}", c.servePause)
+	handle("POST /v1/resume/{id}", c.serveResume)
+	handle("POST /v1/snapshot/{id}", c.serveSnapshot)
 	handle("POST /v1/quit", c.serveQuit)
 	return mux
 }
@@ -39,6 +42,7 @@ func (c *control) routes() http.Handler {
 var statuses = map[sandbox.Class]int{
 	sandbox.NotFound: http.StatusNotFound, sandbox.Conflict: http.StatusConflict, sandbox.Invalid: http.StatusBadRequest,
 	sandbox.FailedPrecondition: http.StatusConflict, sandbox.Unavailable: http.StatusServiceUnavailable,
+	sandbox.NoCapacity: http.StatusInsufficientStorage,
 }
 
 func (c *control) reply(w http.ResponseWriter, answer any, err error) {
@@ -176,8 +180,17 @@ func (c *control) serveCreate(w http.ResponseWriter, r *http.Request) (any, erro
 			return nil, sandbox.Errorf(sandbox.Invalid, "malformed", "%q is not an absolute path", p)
 		}
 	}
+	if req.Restore != "" && (!filepath.IsAbs(req.Restore) || req.RestoreKind != enginerpc.Memory && req.RestoreKind != enginerpc.Disk) {
+		return nil, sandbox.Errorf(sandbox.Invalid, "malformed", "%q (%s) is not an image", req.Restore, req.RestoreKind)
+	}
 	if len(req.Binds) == 0 {
 		return nil, sandbox.Errorf(sandbox.Invalid, "malformed", "a machine needs a bind mount: without one gVisor starts no gofer and can't have its disk in a file")
+	}
+	if req.RestoreKind == enginerpc.Memory {
+		var err error
+		if req, err = thaw(req); err != nil {
+			return nil, err
+		}
 	}
 	return c.create(r.Context(), req)
 }
@@ -198,6 +211,9 @@ func (c *control) create(ctx context.Context, req enginerpc.CreateRequest) (engi
 		c.mu.Unlock()
 	}()
 	err := os.Symlink(req.Dir, c.link(req.ID))
+	if err == nil {
+		err = saveRequest(req.Dir, req)
+	}
 	var out created
 	if err == nil {
 		out, err = c.spawn(ctx, req)

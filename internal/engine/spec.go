@@ -49,6 +49,9 @@ func runscConfig(root string, req *enginerpc.CreateRequest) (*config.Config, err
 		"host-settings":            "ignore",
 		"sidecar-usage-policy":     "LEGACY_DEPRECATED_SLOW_EMBEDDED_FALLBACK",
 		"control-rpc-stop-timeout": "0",
+		// A restored machine's spec is made from the request that its image
+		// holds (thaw); what then differs is meant to: paths of this machine.
+		"restore-spec-validation": "ignore",
 		"traceback":                "single",
 	}
 	if req != nil {

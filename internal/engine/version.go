@@ -4,17 +4,16 @@ import (
 	_ "unsafe" // for go:linkname
 )
 
-const (
-	// gvisorVersion is the module version in go.mod; a test holds them equal.
-	gvisorVersion = "v0.0.0-20260905035102-160fafc42237"
-	// patchLevel counts our own changes to how machines are made that a
-	// snapshot can feel: raise it with each.
-	patchLevel = "1"
-)
+// gvisorVersion is the module version in go.mod; a test holds them equal.
+const gvisorVersion = "v0.0.0-20260905035102-160fafc42237"
+
+// patchLevel counts our own changes to how machines are made that a snapshot
+// can feel: raise it with each. The test of an upgrade sets it with the linker.
+var patchLevel = "1"
 
 // Version is the engine's version. A memory snapshot is restored only by an
 // engine with the same one.
-const Version = gvisorVersion + "+cloche." + patchLevel
+var Version = gvisorVersion + "+cloche." + patchLevel
 
 // runscVersion is gVisor's own idea of its version, which it writes into
 // snapshots and compares before a restore. It is meant to be set by the

@@ -1,6 +1,7 @@
 package guestapi
 
 import (
+	"context"
 	"errors"
 	"strings"
 	"unicode"
@@ -53,9 +54,11 @@ func ToRPC(err error) error {
 	return out
 }
 
-// FromRPC turns what an RPC to a guest failed with into a *sandbox.Error. The
-// text and the code may come from a hostile guest: they are cut to size, and
-// control characters are taken out. A connection that ended is "guest_unreachable".
+// FromRPC turns what an RPC to a guest failed with into a *sandbox.Error; it is
+// the only place that does. The text and the code may come from a hostile
+// guest: they are cut to size, and control characters are taken out. What a
+// guest can't know (who may do what, what is wrong with Cloche) it can't say: such
+// answers are "guest_failed". A connection that ended is "guest_unreachable".
 func FromRPC(err error) error {
 	if err == nil {
 		return nil
@@ -64,26 +67,49 @@ func FromRPC(err error) error {
 	if errors.As(err, &own) {
 		return own
 	}
-	var rpc *connect.Error
-	if !errors.As(err, &rpc) {
-		return sandbox.AsError(err)
-	}
-	switch rpc.Code() {
-	case connect.CodeDeadlineExceeded:
+	code := connect.CodeOf(err)
+	switch {
+	case code == connect.CodeDeadlineExceeded, errors.Is(err, context.DeadlineExceeded):
 		return sandbox.Errorf(sandbox.Unavailable, "deadline_exceeded", "the sandbox's agent did not answer in time")
-	case connect.CodeCanceled:
+	case code == connect.CodeCanceled, errors.Is(err, context.Canceled):
 		return sandbox.Errorf(sandbox.Unavailable, "canceled", "the request to the sandbox's agent was cancelled")
 	}
+	var rpc *connect.Error
+	if !errors.As(err, &rpc) || !connect.IsWireError(err) {
+		return sandbox.Errorf(sandbox.Unavailable, "guest_unreachable", "the connection to the sandbox's agent failed: %s", clean(err.Error()))
+	}
+	return said(rpc)
+}
+
+// said classes what a guest answered.
+func said(rpc *connect.Error) error {
+	text := clean(rpc.Message())
+	switch rpc.Code() {
+	case connect.CodePermissionDenied, connect.CodeUnauthenticated, connect.CodeInternal:
+		return failed(text)
+	case connect.CodeOutOfRange:
+		return sandbox.Errorf(sandbox.Invalid, "guest_out_of_range", "the sandbox refused: %s", text)
+	case connect.CodeUnimplemented:
+		return sandbox.Errorf(sandbox.FailedPrecondition, "guest_unimplemented", "the sandbox's agent can't do this: %s", text).
+			WithHint("the sandbox was made by another version of Cloche")
+	}
 	code := rpc.Meta().Get(codeHeader)
-	if !connect.IsWireError(err) || !validCode(code) {
+	if !validCode(code) {
 		code = "guest_" + rpc.Code().String()
 	}
 	for _, c := range classes {
-		if c.code == rpc.Code() && connect.IsWireError(err) {
-			return sandbox.Errorf(c.class, code, "%s", clean(rpc.Message()))
+		if c.code == rpc.Code() {
+			return sandbox.Errorf(c.class, code, "in the sandbox: %s", text)
 		}
 	}
-	return sandbox.Errorf(sandbox.Unavailable, "guest_unreachable", "the connection to the sandbox's agent failed: %s", clean(rpc.Message()))
+	return failed(text)
+}
+
+// failed is the fault of an agent. To ask again is not known to help.
+func failed(text string) error {
+	e := sandbox.Errorf(sandbox.Unavailable, "guest_failed", "the sandbox's agent failed: %s", text)
+	e.Retryable = false
+	return e
 }
 
 func validCode(s string) bool {

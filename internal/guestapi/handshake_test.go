@@ -99,6 +99,26 @@ func TestErrors(t *testing.T) {
 	if e.Class != sandbox.Unavailable || e.Code != "guest_unreachable" || !e.Retryable {
 		t.Errorf("%+v", e)
 	}
+	for code := connect.CodeCanceled; code <= connect.CodeUnauthenticated; code++ {
+		e := sandbox.AsError(FromRPC(connect.NewWireError(code, errors.New("x"))))
+		if e.Class == sandbox.Denied || e.Class == sandbox.Internal {
+			t.Errorf("a guest's %v becomes %s", code, e.Class)
+		}
+		switch code {
+		case connect.CodePermissionDenied, connect.CodeUnauthenticated, connect.CodeInternal, connect.CodeUnknown:
+			if e.Class != sandbox.Unavailable || e.Code != "guest_failed" {
+				t.Errorf("%v: %+v", code, e)
+			}
+		}
+	}
+	for _, err := range []error{errors.New("odd"), io.ErrUnexpectedEOF, connect.NewError(connect.CodeInternal, errors.New("cut"))} {
+		if e := sandbox.AsError(FromRPC(err)); e.Class != sandbox.Unavailable || e.Code != "guest_unreachable" {
+			t.Errorf("%v: %+v", err, e)
+		}
+	}
+	if e := sandbox.AsError(FromRPC(sandbox.Errorf(sandbox.Quota, "mine", "x"))); e.Code != "mine" {
+		t.Errorf("%+v", e)
+	}
 	if FromRPC(nil) != nil || ToRPC(nil) != nil {
 		t.Error("nil must stay nil")
 	}

@@ -24,6 +24,7 @@ type room struct {
 var rooms = []room{
 	{"internal/sandbox", nil},
 	{"internal/sys", nil},
+	{"internal/failpoint", nil},
 	{"internal/guestapi", nil},
 	{"internal/guest", []string{"internal/guestapi"}},
 	{"internal/engine", []string{"internal/node/driver/gvisor/enginerpc", "internal/node/cgroup", "internal/sys"}},
@@ -38,16 +39,18 @@ var rooms = []room{
 	{"internal/node/cgroup", []string{"internal/sys"}},
 	{"internal/node/guestlink", []string{"internal/guestapi", "internal/sys"}},
 	{"internal/node/netns", []string{"internal/sys"}},
-	{"internal/node/session", []string{"internal/guestapi", "internal/sys"}},
+	{"internal/node/session", []string{"internal/guestapi", "internal/sys", "internal/failpoint"}},
+	{"internal/node/snapshot", []string{"internal/sys", "internal/failpoint"}},
 	{"internal/node", []string{
-		"internal/node/driver", "internal/node/artifact", "internal/node/cgroup", "internal/node/guestlink", "internal/node/netns",
+		"internal/node/driver", "internal/node/snapshot", "internal/failpoint", "internal/node/artifact", "internal/node/cgroup", "internal/node/guestlink", "internal/node/netns",
 		"internal/node/session", "internal/guestapi", "internal/sys",
 	}},
 
 	{"internal/template", []string{"internal/sys"}},
 	{"internal/auth", nil},
-	{"internal/control", nil},
-	{"internal/store", nil},
+	{"internal/control", []string{"internal/failpoint"}},
+	{"internal/store", []string{"internal/failpoint"}},
+	{"internal/metrics", nil},
 
 	{"api", nil},
 	{"client", []string{"api"}},
@@ -77,6 +80,7 @@ var fenced = map[string][]string{
 	"github.com/pressly/goose":      {"internal/store"},
 	"connectrpc.com/connect":        {"internal/guestapi", "internal/guest", "internal/node", "internal/dataplane"},
 	"github.com/creack/pty":         {"internal/guest"},
+	"github.com/prometheus":         {"internal/metrics"},
 	"google.golang.org/protobuf":    {"internal/guestapi", "internal/guest", "internal/node", "internal/dataplane"},
 	"github.com/google/subcommands": {"internal/engine"},
 }

@@ -31,8 +31,34 @@ type Sandboxes interface {
 
 // Changes are control's verbs that change a sandbox's row and start nothing.
 type Changes interface {
+	SetPolicy(ctx context.Context, who sandbox.Caller, id string, p control.PolicyPatch) (sandbox.Sandbox, error)
 	SetLabels(ctx context.Context, who sandbox.Caller, id string, labels map[string]string) (sandbox.Sandbox, error)
 	SetTTL(ctx context.Context, who sandbox.Caller, id string, ttl time.Duration) (sandbox.Sandbox, error)
+}
+
+// Lifecycle is control's verbs that move a sandbox through the table of
+// transitions.
+type Lifecycle interface {
+	Do(ctx context.Context, who sandbox.Caller, id string, verb sandbox.Verb, req control.VerbRequest, idem sandbox.Idempotency) (sandbox.Sandbox, sandbox.Operation, bool, error)
+	TakeSnapshot(ctx context.Context, who sandbox.Caller, id string, req control.SnapshotRequest, idem sandbox.Idempotency) (sandbox.Snapshot, sandbox.Operation, bool, error)
+	Fork(ctx context.Context, who sandbox.Caller, id string, req control.ForkRequest, idem sandbox.Idempotency) ([]sandbox.NewSandbox, sandbox.Operation, bool, error)
+	Rollback(ctx context.Context, who sandbox.Caller, id, snapshot string, idem sandbox.Idempotency) (sandbox.Sandbox, sandbox.Operation, bool, error)
+}
+
+// Snapshots are control's verbs on snapshots that are there.
+type Snapshots interface {
+	Snapshot(ctx context.Context, who sandbox.Caller, id string) (sandbox.Snapshot, error)
+	Snapshots(ctx context.Context, who sandbox.Caller, f sandbox.SnapshotFilter, p sandbox.Page) ([]sandbox.Snapshot, string, error)
+	DeleteSnapshot(ctx context.Context, who sandbox.Caller, id string) (sandbox.Snapshot, error)
+}
+
+// Host is control's verbs on projects' shares and on the host, and what
+// happened on it.
+type Host interface {
+	Usage(ctx context.Context, who sandbox.Caller) (sandbox.Usage, sandbox.Quotas, error)
+	SetQuotas(ctx context.Context, who sandbox.Caller, project string, q sandbox.Quotas) (sandbox.Project, error)
+	Drain(ctx context.Context, who sandbox.Caller, within time.Duration) (control.DrainReport, error)
+	Events(ctx context.Context, who sandbox.Caller, after int64, limit int, wait time.Duration) ([]sandbox.Event, error)
 }
 
 // Operations are control's look-ups of operations.
@@ -66,6 +92,9 @@ type KeyRing interface {
 // Control is what the control half asks of (a control.Control).
 type Control interface {
 	Sandboxes
+	Lifecycle
+	Snapshots
+	Host
 	Operations
 	Templates
 	Releases
@@ -74,23 +103,28 @@ type Control interface {
 
 var _ Control = (*control.Control)(nil)
 
-// Options make an API. All are needed but Ready and Driver.
+// Options make an API. All are needed but Ready, Driver and Durability.
 type Options struct {
 	Control Control
 	Keys    Keys
 	Tokens  *auth.Tokens
 	Version string
-	Driver  string                      // of new sandboxes
-	Ready   func(context.Context) error // nil when there is nothing to wait for
+	Driver  string // of new sandboxes
+	// Durability is what each driver's disks outlive, by the driver's name.
+	Durability map[string]sandbox.Durability
+	Ready      func(context.Context) error // nil when there is nothing to wait for
 }
 
 // API answers the control half.
-type API struct{ o Options }
+type API struct {
+	o    Options
+	pace pace
+}
 
 var _ ServerInterface = (*API)(nil)
 
 // New makes an API.
-func New(o Options) *API { return &API{o} }
+func New(o Options) *API { return &API{o: o, pace: usualPace} }
 
 // Register puts the operations of the control half into the router.
 func (a *API) Register(router *rest.Router) {
@@ -102,6 +136,11 @@ func (a *API) Register(router *rest.Router) {
 var actions = map[string]sandbox.Action{
 	"getVersion": sandbox.ActSee, "listSandboxes": sandbox.ActSee, "getSandbox": sandbox.ActSee,
 	"createSandbox": sandbox.ActChange, "updateSandbox": sandbox.ActChange, "deleteSandbox": sandbox.ActChange,
+	"pauseSandbox": sandbox.ActChange, "resumeSandbox": sandbox.ActChange, "suspendSandbox": sandbox.ActChange, "restoreSandbox": sandbox.ActChange,
+	"stopSandbox": sandbox.ActChange, "startSandbox": sandbox.ActChange, "wakeSandbox": sandbox.ActChange,
+	"takeSnapshot": sandbox.ActChange, "forkSandbox": sandbox.ActChange, "rollbackSandbox": sandbox.ActChange,
+	"listSnapshots": sandbox.ActSee, "getSnapshot": sandbox.ActSee, "deleteSnapshot": sandbox.ActChange,
+	"listEvents": sandbox.ActSee, "getUsage": sandbox.ActSee, "setQuotas": sandbox.ActKeys, "drainHost": sandbox.ActKeys,
 	"createAccessToken": sandbox.ActData,
 	"listOperations":    sandbox.ActSee, "getOperation": sandbox.ActSee,
 	"listTemplates": sandbox.ActSee, "getTemplate": sandbox.ActSee,

@@ -4,12 +4,11 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
-	"errors"
-	"io"
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -21,122 +20,11 @@ import (
 	"cloche.dev/cloche/internal/sandbox"
 )
 
-// fake is a control that has one of everything and notes what it was asked.
-type fake struct {
-	err    error // of every verb
-	asked  []any
-	caller sandbox.Caller
-	sb     sandbox.Sandbox
-	op     sandbox.Operation
-	tpl    sandbox.Template
-	key    sandbox.Key
-}
+// roles is a verifier whose keys are their roles, until all are revoked.
+type roles struct{ revoked *atomic.Bool }
 
-var (
-	project = sandbox.NewID(sandbox.KindProject)
-	digest  = "sha256:" + strings.Repeat("0a", 32)
-)
-
-func newFake() *fake {
-	now := time.Now()
-	return &fake{
-		sb: sandbox.Sandbox{
-			ID: sandbox.NewID(sandbox.KindSandbox), Project: project, Template: "base", Digest: digest, State: sandbox.StateRunning,
-			CreatedAt: now, UpdatedAt: now, End: &sandbox.End{Reason: sandbox.EndOOM, At: now}, ExpiresAt: &now,
-		},
-		op: sandbox.Operation{
-			ID: sandbox.NewID(sandbox.KindOperation), Project: project, Verb: sandbox.VerbCreate, State: sandbox.OpFailed, Key: "system",
-			CreatedAt: now, StartedAt: &now, Delay: &sandbox.Delay{Reason: "busy", Since: now},
-			Error: sandbox.Errorf(sandbox.NoCapacity, "no_memory", "the host is full"),
-		},
-		tpl: sandbox.Template{Digest: digest, Project: project, CreatedAt: now, Source: "tar"},
-		key: sandbox.Key{ID: sandbox.NewID(sandbox.KindKey), Project: project, Name: "k", Role: sandbox.RoleRead, CreatedAt: now},
-	}
-}
-
-func (f *fake) note(who sandbox.Caller, asked ...any) error {
-	f.caller, f.asked = who, asked
-	return f.err
-}
-
-func (f *fake) CreateSandbox(_ context.Context, who sandbox.Caller, req control.CreateRequest, idem sandbox.Idempotency) (sandbox.Sandbox, sandbox.Operation, bool, error) {
-	return f.sb, f.op, false, f.note(who, req, idem)
-}
-
-func (f *fake) Delete(_ context.Context, who sandbox.Caller, id string, idem sandbox.Idempotency) (sandbox.Sandbox, sandbox.Operation, bool, error) {
-	return f.sb, f.op, false, f.note(who, id, idem)
-}
-
-func (f *fake) Get(_ context.Context, who sandbox.Caller, id string) (sandbox.Sandbox, error) {
-	return f.sb, f.note(who, id)
-}
-
-func (f *fake) List(_ context.Context, who sandbox.Caller, filter sandbox.SandboxFilter, p sandbox.Page) ([]sandbox.Sandbox, string, error) {
-	return []sandbox.Sandbox{f.sb}, "next", f.note(who, filter, p)
-}
-
-func (f *fake) SetLabels(_ context.Context, who sandbox.Caller, id string, labels map[string]string) (sandbox.Sandbox, error) {
-	return f.sb, f.note(who, id, labels)
-}
-
-func (f *fake) SetTTL(_ context.Context, who sandbox.Caller, id string, ttl time.Duration) (sandbox.Sandbox, error) {
-	return f.sb, f.note(who, id, ttl)
-}
-
-func (f *fake) Operation(_ context.Context, who sandbox.Caller, id string, wait time.Duration) (sandbox.Operation, error) {
-	return f.op, f.note(who, id, wait)
-}
-
-func (f *fake) Operations(_ context.Context, who sandbox.Caller, filter sandbox.OperationFilter, p sandbox.Page) ([]sandbox.Operation, string, error) {
-	return []sandbox.Operation{f.op}, "", f.note(who, filter, p)
-}
-
-func (f *fake) Import(_ context.Context, who sandbox.Caller, tar io.Reader, cfg sandbox.RuntimeConfig, release string) (sandbox.Template, sandbox.Built, error) {
-	b, err := io.ReadAll(tar)
-	return f.tpl, sandbox.Built{}, errors.Join(err, f.note(who, string(b), cfg, release))
-}
-
-func (f *fake) Build(_ context.Context, who sandbox.Caller, req sandbox.BuildRequest, _ sandbox.Idempotency) (sandbox.Operation, bool, error) {
-	return f.op, false, f.note(who, req)
-}
-
-func (f *fake) Template(_ context.Context, who sandbox.Caller, ref string) (sandbox.Template, error) {
-	return f.tpl, f.note(who, ref)
-}
-
-func (f *fake) Templates(_ context.Context, who sandbox.Caller) ([]sandbox.Template, error) {
-	return []sandbox.Template{f.tpl}, f.note(who)
-}
-
-func (f *fake) DeleteTemplate(_ context.Context, who sandbox.Caller, ref string) error {
-	return f.note(who, ref)
-}
-
-func (f *fake) Tag(_ context.Context, who sandbox.Caller, ref, release string) (sandbox.Release, error) {
-	return sandbox.Release{Project: project, Name: release, Digest: digest}, f.note(who, ref, release)
-}
-
-func (f *fake) Untag(_ context.Context, who sandbox.Caller, release string) error {
-	return f.note(who, release)
-}
-
-func (f *fake) CreateKey(_ context.Context, who sandbox.Caller, project, name string, role sandbox.Role, _ sandbox.Idempotency) (sandbox.Key, string, bool, error) {
-	return f.key, "cloche_secret", false, f.note(who, project, name, role)
-}
-
-func (f *fake) Keys(_ context.Context, who sandbox.Caller, project string) ([]sandbox.Key, error) {
-	return []sandbox.Key{f.key}, f.note(who, project)
-}
-
-func (f *fake) RevokeKey(_ context.Context, who sandbox.Caller, id string) error {
-	return f.note(who, id)
-}
-
-// roles is a verifier whose keys are their roles.
-type roles struct{}
-
-func (roles) Verify(_ context.Context, key string) (sandbox.Caller, error) {
-	if !sandbox.Role(key).Valid() {
+func (r roles) Verify(_ context.Context, key string) (sandbox.Caller, error) {
+	if !sandbox.Role(key).Valid() || r.revoked != nil && r.revoked.Load() {
 		return sandbox.Caller{}, sandbox.Errorf(sandbox.Denied, "unauthenticated", "no such key")
 	}
 	return sandbox.Caller{KeyID: "key_" + key, Project: project, Role: sandbox.Role(key)}, nil
@@ -148,6 +36,10 @@ type bench struct {
 	tokens *auth.Tokens
 	url    string
 	client *http.Client
+
+	api     *API
+	revoked atomic.Bool
+	stop    context.CancelFunc // ends the daemon's streams
 }
 
 func newBench(t *testing.T) *bench {
@@ -157,11 +49,17 @@ func newBench(t *testing.T) *bench {
 	if err != nil {
 		t.Fatal(err)
 	}
-	New(Options{Control: b.fake, Keys: roles{}, Tokens: b.tokens, Version: "v0", Driver: "gvisor"}).Register(router)
+	b.api = New(Options{
+		Control: b.fake, Keys: roles{&b.revoked}, Tokens: b.tokens, Version: "v0", Driver: "gvisor",
+		Durability: map[string]sandbox.Durability{"gvisor": sandbox.DurabilitySnapshot},
+	})
+	b.api.Register(router)
 	srv := httptest.NewUnstartedServer(router)
-	srv.Config = NewServer(context.Background(), router, slog.New(slog.DiscardHandler))
+	base, stop := context.WithCancel(context.Background())
+	b.stop = stop
+	srv.Config = NewServer(base, router, slog.New(slog.DiscardHandler))
 	srv.Start()
-	t.Cleanup(srv.Close)
+	t.Cleanup(func() { stop(); srv.CloseClientConnections(); srv.Close() })
 	b.url, b.client = srv.URL, srv.Client()
 	return b
 }
@@ -201,6 +99,23 @@ func (b *bench) requests() map[string]request {
 		"getSandbox":        {sbx, "", "", 200},
 		"updateSandbox":     {sbx, js, `{"ttl_seconds":null}`, 200},
 		"deleteSandbox":     {sbx, "", "", 202},
+		"pauseSandbox":      {sbx + "/pause", "", "", 202},
+		"resumeSandbox":     {sbx + "/resume", "", "", 202},
+		"suspendSandbox":    {sbx + "/suspend", "", "", 202},
+		"restoreSandbox":    {sbx + "/restore", "", "", 202},
+		"stopSandbox":       {sbx + "/stop?grace_seconds=0", "", "", 202},
+		"startSandbox":      {sbx + "/start", "", "", 202},
+		"wakeSandbox":       {sbx + "/wake", "", "", 202},
+		"forkSandbox":       {sbx + "/fork", js, `{"count":3,"labels":{"a":"b"},"wait_seconds":5}`, 202},
+		"rollbackSandbox":   {sbx + "/rollback", js, `{"snapshot":"` + b.fake.snap.ID + `"}`, 202},
+		"takeSnapshot":      {sbx + "/snapshots", js, `{"name":"before","kind":"disk"}`, 202},
+		"listSnapshots":     {"/v1/snapshots?sandbox=" + b.fake.sb.ID + "&limit=3", "", "", 200},
+		"getSnapshot":       {"/v1/snapshots/" + b.fake.snap.ID, "", "", 200},
+		"deleteSnapshot":    {"/v1/snapshots/" + b.fake.snap.ID, "", "", 202},
+		"listEvents":        {"/v1/events?after=0&limit=5", "", "", 200},
+		"getUsage":          {"/v1/usage", "", "", 200},
+		"setQuotas":         {"/v1/projects/" + project + "/quotas", js, `{"running":5,"disk_mib":1024}`, 200},
+		"drainHost":         {"/v1/host/drain", js, `{"within_seconds":60}`, 200},
 		"createAccessToken": {sbx + "/tokens", js, `{"purpose":"files"}`, 201},
 		"listOperations":    {"/v1/operations?sandbox=" + b.fake.sb.ID + "&state=failed", "", "", 200},
 		"getOperation":      {"/v1/operations/" + b.fake.op.ID + "?wait_seconds=60", "", "", 200},
@@ -226,6 +141,10 @@ func TestRoles(t *testing.T) {
 		"getHealth": everyone, "getVersion": see, "listSandboxes": see, "getSandbox": see, "listOperations": see, "getOperation": see,
 		"listTemplates": see, "getTemplate": see, "createSandbox": change, "updateSandbox": change, "deleteSandbox": change,
 		"createAccessToken": change, "importTemplate": change, "deleteTemplate": change, "putRelease": change, "deleteRelease": change,
+		"pauseSandbox": change, "resumeSandbox": change, "suspendSandbox": change, "restoreSandbox": change, "stopSandbox": change,
+		"startSandbox": change, "wakeSandbox": change, "forkSandbox": change, "rollbackSandbox": change, "takeSnapshot": change,
+		"listSnapshots": see, "getSnapshot": see, "deleteSnapshot": change, "listEvents": see, "getUsage": see,
+		"setQuotas": admin, "drainHost": admin,
 		"buildTemplate": admin, "listKeys": admin, "createKey": admin, "revokeKey": admin,
 	}
 	for _, op := range resttest.Operations(t) {
@@ -239,7 +158,7 @@ func TestRoles(t *testing.T) {
 		q := requests[op.ID]
 		for i, status := range strings.Fields(row) {
 			key := []string{"", "nonsense", "read", "project", "admin"}[i]
-			a := b.do(key, op.Method, q.path, q.contentType, q.body)
+			a := b.do(key, op.Method, q.path, q.contentType, q.body, "Accept", "application/json")
 			good := a.Status == q.status && status == "+" || status == map[int]string{401: "401", 403: "403"}[a.Status]
 			if !good {
 				t.Errorf("%s with key %q: %d, want %s: %s", op.ID, key, a.Status, status, a.Body)
@@ -260,7 +179,7 @@ func TestEveryClassOfEveryOperation(t *testing.T) {
 		}
 		for class := range documented {
 			b.fake.err = sandbox.Errorf(class, "x", "y")
-			if a := b.do("admin", op.Method, q.path, q.contentType, q.body); a.Status < 400 {
+			if a := b.do("admin", op.Method, q.path, q.contentType, q.body, "Accept", "application/json"); a.Status < 400 {
 				t.Errorf("%s: %s answered %d", op.ID, class, a.Status)
 			}
 		}

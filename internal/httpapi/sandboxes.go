@@ -33,7 +33,7 @@ func (a *API) ListSandboxes(w http.ResponseWriter, r *http.Request, params api.L
 	}
 	list := api.SandboxList{Items: make([]api.Sandbox, 0, len(rows)), NextPageToken: next}
 	for _, sb := range rows {
-		list.Items = append(list.Items, showSandbox(sb))
+		list.Items = append(list.Items, a.showSandbox(sb))
 	}
 	rest.JSON(w, r, http.StatusOK, list)
 }
@@ -46,16 +46,13 @@ func (a *API) CreateSandbox(w http.ResponseWriter, r *http.Request, params api.C
 		return
 	}
 	sb, op, _, err := a.o.Control.CreateSandbox(r.Context(), callerOf(r), control.CreateRequest{
-		Template: body.Template, Labels: body.Labels, Env: body.Env, TTL: seconds(body.TtlSeconds),
+		Template: body.Template, Snapshot: body.Snapshot, Labels: body.Labels, Env: body.Env, TTL: seconds(body.TtlSeconds),
+		Policy: policyPatch(body.Policy),
 		Resources: sandbox.Resources{
 			MilliCPU: body.Resources.MilliCpu, MemoryMiB: body.Resources.MemoryMib, DiskMiB: body.Resources.DiskMib,
 		},
 	}, rest.Idempotency(r, params.IdempotencyKey, body))
-	if err != nil {
-		rest.Fail(w, r, err)
-		return
-	}
-	accepted(w, r, op, api.AcceptedSandbox{Sandbox: showSandbox(sb), Operation: showOperation(op)})
+	a.begun(w, r, sb, op, err)
 }
 
 func seconds(n int64) time.Duration { return time.Duration(n) * time.Second }
@@ -73,11 +70,11 @@ func (a *API) GetSandbox(w http.ResponseWriter, r *http.Request, id api.SandboxP
 		rest.Fail(w, r, err)
 		return
 	}
-	rest.JSON(w, r, http.StatusOK, showSandbox(sb))
+	rest.JSON(w, r, http.StatusOK, a.showSandbox(sb))
 }
 
-// UpdateSandbox replaces labels and sets or clears the TTL; a field that is
-// missing changes nothing.
+// UpdateSandbox replaces labels, sets or clears the TTL and changes the policy;
+// a field that is missing changes nothing.
 func (a *API) UpdateSandbox(w http.ResponseWriter, r *http.Request, id api.SandboxParam) {
 	var body api.UpdateSandboxRequest
 	present, err := rest.Decode(w, r, &body)
@@ -92,11 +89,14 @@ func (a *API) UpdateSandbox(w http.ResponseWriter, r *http.Request, id api.Sandb
 		}
 		sb, err = a.o.Control.SetTTL(r.Context(), callerOf(r), id, ttl)
 	}
+	if err == nil && present["policy"] {
+		sb, err = a.o.Control.SetPolicy(r.Context(), callerOf(r), id, policyPatch(body.Policy))
+	}
 	if err != nil {
 		rest.Fail(w, r, err)
 		return
 	}
-	rest.JSON(w, r, http.StatusOK, showSandbox(sb))
+	rest.JSON(w, r, http.StatusOK, a.showSandbox(sb))
 }
 
 // DeleteSandbox asks for a sandbox to be deleted.

@@ -8,20 +8,36 @@ import (
 	"cloche.dev/cloche/internal/sandbox"
 )
 
-func showSandbox(sb sandbox.Sandbox) api.Sandbox {
+func (a *API) showSandbox(sb sandbox.Sandbox) api.Sandbox {
 	out := api.Sandbox{
 		Id: sb.ID, Project: sb.Project, Template: sb.Template, Digest: sb.Digest, Driver: sb.Driver,
 		State: api.SandboxState(sb.State), Labels: sb.Labels, Env: sb.Env, Operation: sb.Operation,
-		Resources: api.Resources{MilliCpu: sb.Resources.MilliCPU, MemoryMib: sb.Resources.MemoryMiB, DiskMib: sb.Resources.DiskMiB},
-		CreatedAt: sb.CreatedAt.UTC(), UpdatedAt: sb.UpdatedAt.UTC(), ExpiresAt: at(sb.ExpiresAt),
+		Resources: showResources(sb.Resources), Policy: showPolicy(sb.Policy), Epoch: sb.Epoch,
+		Durability: api.SandboxDurability(a.o.Durability[sb.Driver]), Source: sb.Source, Parent: sb.Parent, Base: sb.Base,
+		CreatedAt: sb.CreatedAt.UTC(), UpdatedAt: sb.UpdatedAt.UTC(), TouchedAt: sb.TouchedAt.UTC(), ExpiresAt: at(sb.ExpiresAt),
 	}
 	if out.Labels == nil {
 		out.Labels = map[string]string{}
+	}
+	if sb.Image != "" {
+		out.RecoveryPoint = &api.RecoveryPoint{Snapshot: sb.Image, At: at(sb.ImageAt)}
 	}
 	if sb.End != nil {
 		out.End = &api.End{Reason: string(sb.End.Reason), Detail: sb.End.Detail, At: sb.End.At.UTC()}
 	}
 	return out
+}
+
+func showResources(r sandbox.Resources) api.Resources {
+	return api.Resources{MilliCpu: r.MilliCPU, MemoryMib: r.MemoryMiB, DiskMib: r.DiskMiB}
+}
+
+func showPolicy(p sandbox.Policy) api.Policy {
+	return api.Policy{
+		Idle:     api.IdlePolicy{AfterSeconds: int64(p.Idle.After / time.Second), Action: api.Reaction(p.Idle.Action)},
+		OnExpiry: api.Reaction(p.OnExpiry), OnCrash: api.Reaction(p.OnCrash), WakeOnAccess: p.WakeOnAccess,
+		CheckpointSeconds: int64(p.Checkpoint / time.Second),
+	}
 }
 
 // at is the time, or none, which the contract leaves out.
@@ -35,6 +51,7 @@ func at(t *time.Time) time.Time {
 func showOperation(op sandbox.Operation) api.Operation {
 	out := api.Operation{
 		Id: op.ID, Project: op.Project, Verb: string(op.Verb), Sandbox: op.Sandbox, Template: op.Template,
+		Snapshot: op.Snapshot, Children: op.Children,
 		State: api.OperationState(op.State), Step: op.Step, Key: op.Key,
 		CreatedAt: op.CreatedAt.UTC(), StartedAt: at(op.StartedAt), EndedAt: at(op.EndedAt),
 	}

@@ -2,42 +2,66 @@ package node
 
 import (
 	"context"
+	"errors"
 
+	"cloche.dev/cloche/internal/failpoint"
 	"cloche.dev/cloche/internal/sandbox"
 )
 
 // call is the one call that is under way for a sandbox.
 type call struct {
 	generation int64
-	cancel     context.CancelFunc
+	yields     bool // to any other call, since nobody asked for it
+	cancel     context.CancelCauseFunc
 	done       chan struct{}
 }
+
+// errSuperseded is why a call was cancelled for another one.
+var errSuperseded = errors.New("another operation on this sandbox has begun")
 
 // enter fences and serialises the calls for one sandbox: a generation older
 // than the newest seen is refused, and a newer one cancels the call under way
 // and waits for it to take itself back. No call begins before recovery is over,
 // which would take a machine in the making for a left-over.
 func (n *Node) enter(ctx context.Context, id string, generation int64) (context.Context, func(), error) {
+	return n.enterAs(ctx, id, &call{generation: generation})
+}
+
+// enterYielding is enter for a call that gives way: it does not wait for others
+// of its generation, and they cancel it.
+func (n *Node) enterYielding(ctx context.Context, id string, generation int64) (context.Context, func(), error) {
+	return n.enterAs(ctx, id, &call{generation: generation, yields: true})
+}
+
+func (n *Node) enterAs(ctx context.Context, id string, c *call) (context.Context, func(), error) {
+	if !sandbox.ValidID(sandbox.KindSandbox, id) {
+		return nil, nil, sandbox.Errorf(sandbox.Invalid, "bad_id", "%q is not a sandbox id", id)
+	}
 	if err := n.settled(ctx); err != nil {
 		return nil, nil, err
 	}
 	for {
 		n.mu.Lock()
-		if generation < n.fences[id] {
+		if c.generation < n.fences[id] && !failpoint.Skip(failpoint.SkipFence) {
 			n.mu.Unlock()
 			return nil, nil, sandbox.Errorf(sandbox.Conflict, "stale_generation", "a newer operation on this sandbox has begun")
 		}
-		n.fences[id] = generation
+		n.fences[id] = max(n.fences[id], c.generation)
 		other := n.calls[id]
 		if other == nil {
-			cctx, cancel := context.WithCancel(ctx)
-			c := &call{generation: generation, cancel: cancel, done: make(chan struct{})}
+			var cctx context.Context
+			cctx, c.cancel = context.WithCancelCause(ctx)
+			c.done = make(chan struct{})
 			n.calls[id] = c
 			n.mu.Unlock()
 			return cctx, func() { n.leave(id, c) }, nil
 		}
-		if other.generation < generation {
-			other.cancel()
+		if c.yields && other.generation == c.generation {
+			n.mu.Unlock()
+			return nil, nil, superseded()
+		}
+		if other.generation < c.generation || other.yields {
+			other.cancel(errSuperseded)
 		}
 		n.mu.Unlock()
 		select {
@@ -49,11 +73,15 @@ func (n *Node) enter(ctx context.Context, id string, generation int64) (context.
 }
 
 func (n *Node) leave(id string, c *call) {
-	c.cancel()
+	c.cancel(nil)
 	n.mu.Lock()
 	delete(n.calls, id)
 	n.mu.Unlock()
 	close(c.done)
+}
+
+func superseded() error {
+	return sandbox.Errorf(sandbox.Unavailable, "superseded", "%w", errSuperseded)
 }
 
 // settled waits until what an earlier process left is adopted or undone.

@@ -52,7 +52,7 @@ func (n *Node) since(cursor int64) (sandbox.NodeChanges, <-chan struct{}) {
 	answer := sandbox.NodeChanges{Cursor: n.changes.seq}
 	for _, m := range n.machines {
 		if m.seq > cursor {
-			answer.Machines = append(answer.Machines, m.status())
+			answer.Machines = append(answer.Machines, n.status(m))
 		}
 	}
 	return answer, n.changes.wake

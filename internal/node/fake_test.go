@@ -2,13 +2,10 @@ package node
 
 import (
 	"context"
-	"errors"
-	"log/slog"
 	"net"
 	"net/http"
 	"os"
 	"path/filepath"
-	"slices"
 	"sync"
 	"testing"
 	"time"
@@ -34,6 +31,13 @@ type fakeDriver struct {
 	silent    bool          // machines' agents never dial
 	discarded []string
 	ends      map[string]sandbox.End // of machines that ended; Adopt tells
+	missing   error                  // what Missing answers
+	restore   error                  // what Restore fails with
+	fails     map[string]error       // what the next pause or snapshot fails with
+	block     chan struct{}          // snapshots wait for it
+	begun     chan struct{}          // closed when one waits
+	size      int                    // bytes that an image has beside what it holds
+	at        gate
 }
 
 func newFakeDriver(t *testing.T) *fakeDriver {
@@ -41,7 +45,7 @@ func newFakeDriver(t *testing.T) *fakeDriver {
 	if err != nil {
 		t.Fatal(err)
 	}
-	d := &fakeDriver{dir: dir, machines: map[string]*fakeMachine{}, ends: map[string]sandbox.End{}}
+	d := &fakeDriver{dir: dir, machines: map[string]*fakeMachine{}, ends: map[string]sandbox.End{}, fails: map[string]error{}}
 	t.Cleanup(func() {
 		for _, m := range d.machines {
 			m.end(sandbox.EndKilled)
@@ -68,15 +72,25 @@ func (d *fakeDriver) Create(ctx context.Context, spec driver.Spec) (driver.Machi
 	if fail != nil {
 		return nil, fail
 	}
-	m := &fakeMachine{id: spec.ID, path: filepath.Join(d.dir, spec.ID+".sock"), exited: make(chan struct{})}
+	return d.boot(spec, fakeImage{}, silent), nil
+}
+
+// boot starts a machine with what an image holds.
+func (d *fakeDriver) boot(spec driver.Spec, img fakeImage, silent bool) *fakeMachine {
+	d.at.pass()
+	defer d.at.pass()
+	m := &fakeMachine{d: d, id: spec.ID, path: filepath.Join(d.dir, spec.ID+".sock"), spec: spec, exited: make(chan struct{}), fakeImage: img}
 	if !silent {
 		m.agent.Add(1)
 		go m.runAgent()
 	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
+	if d.machines[spec.ID] != nil {
+		panic("two machines of one sandbox")
+	}
 	d.machines[spec.ID] = m
-	return m, nil
+	return m
 }
 
 func (d *fakeDriver) Adopt(_ context.Context, id string) (driver.Machine, error) {
@@ -102,6 +116,8 @@ func (d *fakeDriver) List(context.Context) ([]string, error) {
 }
 
 func (d *fakeDriver) Discard(_ context.Context, id string) error {
+	d.at.pass()
+	defer d.at.pass()
 	d.mu.Lock()
 	m := d.machines[id]
 	delete(d.machines, id)
@@ -119,14 +135,27 @@ func (d *fakeDriver) has(id string) bool {
 	return d.machines[id] != nil
 }
 
+func (d *fakeDriver) machine(id string) *fakeMachine {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.machines[id]
+}
+
 type fakeMachine struct {
+	d        *fakeDriver
 	id, path string
+	spec     driver.Spec
 	exited   chan struct{}
 	agent    sync.WaitGroup
 	once     sync.Once
 	why      sandbox.End
-	key      []byte
 	setup    *guestv1.SetupRequest
+
+	mu     sync.Mutex
+	conns  int
+	paused bool
+	others uint64
+	fakeImage
 }
 
 func (m *fakeMachine) ID() string { return m.id }
@@ -157,15 +186,19 @@ func (m *fakeMachine) runAgent() {
 			return
 		default:
 		}
-		if conn, err := net.Dial("unix", m.path); err == nil {
-			m.serve(conn)
+		if !m.isPaused() {
+			if conn, err := net.Dial("unix", m.path); err == nil {
+				m.serve(conn, guestapi.PurposeControl, "")
+			}
 		}
 		time.Sleep(5 * time.Millisecond)
 	}
 }
 
-func (m *fakeMachine) serve(conn net.Conn) {
+func (m *fakeMachine) serve(conn net.Conn, purpose, ticket string) {
 	defer conn.Close()
+	m.count(1)
+	defer m.count(-1)
 	done := make(chan struct{})
 	defer close(done)
 	go func() {
@@ -179,9 +212,9 @@ func (m *fakeMachine) serve(conn net.Conn) {
 	if err != nil {
 		return
 	}
-	hello := &guestv1.Hello{MinVersion: guestapi.MinVersion, MaxVersion: guestapi.MinVersion, Purpose: guestapi.PurposeControl}
-	if m.key != nil {
-		hello.Proof = guestapi.Proof(m.key, nonce, hello.Purpose, "")
+	hello := &guestv1.Hello{MinVersion: guestapi.MinVersion, MaxVersion: guestapi.MinVersion, Purpose: purpose, Ticket: ticket}
+	if key := m.key(); key != nil {
+		hello.Proof = guestapi.Proof(key, nonce, purpose, ticket)
 	}
 	if guestapi.WriteHello(conn, hello) != nil {
 		return
@@ -191,7 +224,9 @@ func (m *fakeMachine) serve(conn net.Conn) {
 		return
 	}
 	if len(answer.Key) > 0 {
-		m.key = answer.Key
+		m.mu.Lock()
+		m.Key = answer.Key
+		m.mu.Unlock()
 	}
 	mux := http.NewServeMux()
 	mux.Handle(guestv1connect.NewGuestHandler(fakeGuest{m: m}))
@@ -231,152 +266,8 @@ type fakeGuest struct {
 }
 
 func (g fakeGuest) Setup(_ context.Context, r *connect.Request[guestv1.SetupRequest]) (*connect.Response[guestv1.SetupResponse], error) {
+	g.m.mu.Lock()
 	g.m.setup = r.Msg
+	g.m.mu.Unlock()
 	return connect.NewResponse(&guestv1.SetupResponse{}), nil
-}
-
-// fakeHost is everything else that a Node needs.
-type fakeHost struct {
-	mu       sync.Mutex
-	networks map[string]bool
-	ready    map[string]int
-	ended    map[string]sandbox.End
-	deleted  []string
-}
-
-func (h *fakeHost) Image(_ context.Context, digest string) (string, error) {
-	if digest == "sha256:missing" {
-		return "", sandbox.Errorf(sandbox.NotFound, "template_files_missing", "not here")
-	}
-	return "/image", nil
-}
-func (h *fakeHost) Current() string             { return "guesthash" }
-func (h *fakeHost) Path(string) (string, error) { return "/guest", nil }
-
-func (h *fakeHost) Create(_ context.Context, id string) (string, error) {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	h.networks[id] = true
-	return "/netns/" + id, nil
-}
-
-func (h *fakeHost) Delete(_ context.Context, id string) error {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	delete(h.networks, id)
-	return nil
-}
-
-func (h *fakeHost) List(context.Context) (ids []string, err error) {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	for id := range h.networks {
-		ids = append(ids, id)
-	}
-	return ids, nil
-}
-
-func (h *fakeHost) MachineReady(_ context.Context, id string) error {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	h.ready[id]++
-	return nil
-}
-
-func (h *fakeHost) MachineEnded(_ context.Context, id string, end sandbox.End) error {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	h.ended[id] = end
-	return nil
-}
-
-func (h *fakeHost) DeleteSandbox(_ context.Context, id string) error {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	h.deleted = append(h.deleted, id)
-	return nil
-}
-
-func (h *fakeHost) endOf(id string) sandbox.End {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	return h.ended[id]
-}
-
-// rig is a node over fakes, with a state directory that outlives it.
-type rig struct {
-	t     *testing.T
-	state string
-	d     *fakeDriver
-	h     *fakeHost
-	n     *Node
-	stop  func()
-}
-
-func newRig(t *testing.T) *rig {
-	r := &rig{t: t, state: t.TempDir(), d: newFakeDriver(t), h: &fakeHost{networks: map[string]bool{}, ready: map[string]int{}, ended: map[string]sandbox.End{}}}
-	r.start("boot-1")
-	t.Cleanup(func() { r.stop() })
-	return r
-}
-
-// start starts a node; after stop it is the next life of the same daemon.
-func (r *rig) start(bootID string) {
-	r.t.Helper()
-	n, err := New(Options{
-		StateDir: r.state, Drivers: []driver.Driver{r.d}, Default: "fake", Images: r.h, Networks: r.h, Guests: r.h, Recorder: r.h,
-		Concurrency: 2, HelloWait: 5 * time.Second, MaxProcs: 7, BootID: bootID, Log: slog.New(slog.DiscardHandler),
-	})
-	if err != nil {
-		r.t.Fatal(err)
-	}
-	ctx, cancel := context.WithCancel(context.Background())
-	done := make(chan struct{})
-	go func() {
-		defer close(done)
-		if err := n.Run(ctx); err != nil {
-			r.t.Errorf("Run: %v", err)
-		}
-	}()
-	r.n = n
-	r.stop = sync.OnceFunc(func() { cancel(); <-done })
-}
-
-func request(generation int64) sandbox.MachineRequest {
-	return sandbox.MachineRequest{
-		Project: "prj", Sandbox: sandbox.NewID(sandbox.KindSandbox), Generation: generation, Digest: "sha256:ok",
-		Hostname: "h", Resources: sandbox.DefaultResources,
-		Config: sandbox.RuntimeConfig{Env: map[string]string{"A": "template", "B": "template"}}, Env: map[string]string{"B": "sandbox"},
-	}
-}
-
-func (r *rig) create(req sandbox.MachineRequest) sandbox.MachineStatus {
-	r.t.Helper()
-	st, err := r.n.CreateMachine(context.Background(), req)
-	if err != nil {
-		r.t.Fatal(err)
-	}
-	return st
-}
-
-// nothingOf demands that nothing of a sandbox is left anywhere.
-func (r *rig) nothingOf(id string) {
-	r.t.Helper()
-	if r.d.has(id) {
-		r.t.Errorf("the driver still has %s", id)
-	}
-	if ids, _ := r.h.List(context.Background()); slices.Contains(ids, id) {
-		r.t.Errorf("the namespace of %s is left", id)
-	}
-	if _, err := os.Stat(r.n.dir(id)); !errors.Is(err, os.ErrNotExist) {
-		r.t.Errorf("the journal of %s is left (%v)", id, err)
-	}
-}
-
-func code(err error) string {
-	var e *sandbox.Error
-	if errors.As(err, &e) {
-		return e.Code
-	}
-	return ""
 }

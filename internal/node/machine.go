@@ -6,51 +6,49 @@ import (
 	"sync"
 	"time"
 
-	"cloche.dev/cloche/internal/guestapi/guestv1"
 	"cloche.dev/cloche/internal/node/driver"
-	"cloche.dev/cloche/internal/node/guestlink"
 	"cloche.dev/cloche/internal/sandbox"
 )
 
 // machine is one machine that this node knows: being made, ready, or ended and
-// not yet deleted. Its fields are guarded by the node's mutex.
+// not yet deleted. Its fields are guarded by the node's mutex, but for those
+// that only the call under way for the sandbox changes.
 type machine struct {
 	id      string
 	journal *journal
 	driver  driver.Machine
-	link    *guestlink.Link
+	former  []byte // the guest's key in the image that it was restored from, while it is brought up
+	pinned  string // the snapshot whose files it uses
+	wish    wish
+	line    *line         // nil while there is none
+	moved   chan struct{} // closed and replaced when line or wish has changed
 	ready   bool
 	seq     int64
 	ctx     context.Context // ends when the machine is deleted or the node stops
 	unlink  context.CancelFunc
 	watches sync.WaitGroup
+
+	// What may have changed on its disk; see checkpoint.go.
+	changes  int64 // begun and ended
+	changing int   // under way
+	image    lastImage
 }
 
 func (n *Node) newMachine(id string, j *journal) *machine {
-	m := &machine{id: id, journal: j}
+	m := &machine{id: id, journal: j, moved: make(chan struct{})}
 	m.ctx, m.unlink = context.WithCancel(n.ctx)
 	return m
 }
 
-func (m *machine) status() sandbox.MachineStatus {
-	return sandbox.MachineStatus{
+func (n *Node) status(m *machine) sandbox.MachineStatus {
+	st := sandbox.MachineStatus{
 		Sandbox: m.id, Generation: m.journal.Request.Generation, Driver: m.journal.Driver,
 		Ready: m.ready && m.journal.End == nil, End: m.journal.End,
 	}
-}
-
-// startLink starts listening for the machine's agent.
-func (n *Node) startLink(m *machine) {
-	req := m.journal.Request
-	m.link = guestlink.Start(guestlink.Config{
-		Listen: m.driver.Guest, Key: m.journal.Key, Welcomed: m.journal.Welcomed, Epoch: m.journal.Epoch,
-		Welcome: func() error {
-			m.journal.Welcomed = true
-			return m.journal.save(n.dir(m.id))
-		},
-		Setup: &guestv1.SetupRequest{Hostname: req.Hostname, Env: environment(req), MaxProcsPerUser: n.maxProcs(req.Resources)},
-		Log:   n.o.Log.With("sandbox", m.id),
-	})
+	if d, ok := n.drivers[m.journal.Driver]; ok {
+		st.Durability = d.Traits().Durability
+	}
+	return st
 }
 
 // leastProcs is what a user in a sandbox with little memory may still have.
@@ -71,7 +69,7 @@ func (n *Node) maxProcs(r sandbox.Resources) uint64 {
 // connect starts the link to the machine's agent and returns when the agent
 // has proved itself and taken its identity.
 func (n *Node) connect(ctx context.Context, m *machine) error {
-	n.startLink(m)
+	n.join(m)
 	ctx, cancel := context.WithTimeout(ctx, n.o.HelloWait)
 	defer cancel()
 	go func() { // ends with ctx, which ends with this function
@@ -81,15 +79,16 @@ func (n *Node) connect(ctx context.Context, m *machine) error {
 		case <-ctx.Done():
 		}
 	}()
-	err := m.link.Ready(ctx)
+	if m.line == nil {
+		return m.ctx.Err() // the node stops
+	}
+	err := m.line.Ready(ctx)
 	if err == nil {
 		return nil
 	}
-	select {
-	case <-m.driver.Exited():
+	if gone(m) {
 		end := m.driver.End()
 		return sandbox.Errorf(sandbox.Internal, "machine_ended_early", "the machine ended before its agent was ready: %s %s", end.Reason, end.Detail)
-	default:
 	}
 	if errors.Is(err, context.DeadlineExceeded) || errors.Is(ctx.Err(), context.DeadlineExceeded) {
 		return sandbox.Errorf(sandbox.Unavailable, "agent_not_ready", "the machine's agent did not say hello within %s", n.o.HelloWait).
@@ -98,45 +97,33 @@ func (n *Node) connect(ctx context.Context, m *machine) error {
 	return err
 }
 
-// watch starts what follows a ready machine until it ends, is deleted, or the
-// node stops.
-func (n *Node) watch(m *machine) {
-	n.wg.Add(2)
-	m.watches.Add(2)
-	for _, f := range []func(*machine){n.watchEnd, n.watchLink} {
-		go func() {
-			defer n.wg.Done()
-			defer m.watches.Done()
-			f(m)
-		}()
-	}
-}
-
-func (n *Node) watchEnd(m *machine) {
-	defer m.link.Close()
+// gone tells whether the machine has ended.
+func gone(m *machine) bool {
 	select {
 	case <-m.driver.Exited():
-		n.ended(m, m.driver.End())
-	case <-m.ctx.Done():
+		return true
+	default:
+		return false
 	}
 }
 
-// watchLink tells the recorder of each new connection of the agent.
-func (n *Node) watchLink(m *machine) {
-	var told uint64
-	for {
-		generation, changed := m.link.Generation()
-		if generation > told && m.link.Live() {
-			told = generation
-			if err := n.o.Recorder.MachineReady(m.ctx, m.id); err != nil && m.ctx.Err() == nil {
-				n.o.Log.Warn("take up a sandbox's sessions", "sandbox", m.id, "err", err)
-			}
-		}
+// watch starts what follows a ready machine until it ends, is deleted, or the
+// node stops. The node's lock is held.
+func (n *Node) watch(m *machine) {
+	n.wg.Add(1)
+	m.watches.Add(1)
+	go func() {
+		defer n.wg.Done()
+		defer m.watches.Done()
+		defer n.cut(m)
 		select {
-		case <-changed:
+		case <-m.driver.Exited():
+			n.ended(m, m.driver.End())
 		case <-m.ctx.Done():
-			return
 		}
+	}()
+	if m.line != nil {
+		n.follow(m, m.line)
 	}
 }
 
@@ -150,16 +137,21 @@ func (n *Node) ended(m *machine, end sandbox.End) {
 		n.mu.Unlock()
 		return
 	}
-	m.journal.End = &end
-	n.touch(m)
 	j := *m.journal
+	j.End = &end
+	m.journal = &j
+	held := m.wish.Held
+	n.touch(m)
 	n.mu.Unlock()
 	defer m.unlink()
 	if err := j.save(n.dir(m.id)); err != nil {
 		n.o.Log.Error("save a machine's end", "sandbox", m.id, "err", err)
 	}
-	n.tellEnd(n.ctx, m.id, end)
-	n.o.Log.Info("machine ended", "sandbox", m.id, "reason", end.Reason, "detail", end.Detail)
+	if !n.complete(held) { // else its snapshot is all that counts, and its release says what becomes of the sessions
+		n.tellEnd(n.ctx, m.id, end)
+	}
+	n.unpin(m)
+	n.o.Log.Info("machine ended", "sandbox", m.id, "reason", end.Reason)
 }
 
 func (n *Node) tellEnd(ctx context.Context, id string, end sandbox.End) {

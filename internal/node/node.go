@@ -3,15 +3,14 @@ package node
 import (
 	"context"
 	"fmt"
-	"io"
 	"log/slog"
 	"os"
 	"path/filepath"
 	"sync"
 	"time"
 
-	"cloche.dev/cloche/internal/guestapi/guestv1/guestv1connect"
 	"cloche.dev/cloche/internal/node/driver"
+	"cloche.dev/cloche/internal/node/snapshot"
 	"cloche.dev/cloche/internal/sandbox"
 )
 
@@ -27,18 +26,6 @@ type Networks interface {
 	List(ctx context.Context) ([]string, error)
 }
 
-// Recorder is what the node tells about machines: whoever records the output
-// of their sessions.
-type Recorder interface {
-	// MachineReady is called at each new connection of a machine's agent.
-	MachineReady(ctx context.Context, sandbox string) error
-	// MachineEnded is called when the machine has ended. Calling it again
-	// changes nothing.
-	MachineEnded(ctx context.Context, sandbox string, end sandbox.End) error
-	// DeleteSandbox removes all that was recorded.
-	DeleteSandbox(ctx context.Context, sandbox string) error
-}
-
 // Guests finds the guest binaries that machines were made with, by hash.
 type Guests interface {
 	// Current returns the hash of the binary for new machines.
@@ -49,7 +36,7 @@ type Guests interface {
 
 // Options make a Node.
 type Options struct {
-	StateDir    string // machines' journals are in StateDir/machines
+	StateDir    string // machines' journals are in StateDir/machines, snapshots in StateDir/snapshots
 	Drivers     []driver.Driver
 	Default     string // name of the driver for requests that name none
 	Images      Images
@@ -60,23 +47,31 @@ type Options struct {
 	HelloWait   time.Duration // how long a new machine's agent may take to prove itself
 	MaxProcs    uint64        // processes of one user that is not root, in each sandbox
 	BootID      string        // of the host
-	Log         *slog.Logger
+	// CPUOvercommit is how often each core is lent and MemoryShare how much of
+	// the host's memory (0 is no bound); DiskFloor are bytes of StateDir's disk
+	// that stay free.
+	CPUOvercommit float64
+	MemoryShare   float64
+	DiskFloor     int64
+	Log           *slog.Logger
 }
 
 // Node carries machines. It implements sandbox.Node.
 type Node struct {
-	o       Options
-	drivers map[string]driver.Driver
-	slots   chan struct{}
-	wg      sync.WaitGroup // watchers
-	ctx     context.Context
-	stop    context.CancelFunc
-	adopted chan struct{} // closed when every machine of before is adopted or undone
+	o         Options
+	drivers   map[string]driver.Driver
+	snapshots *snapshot.Store
+	slots     chan struct{}
+	wg        sync.WaitGroup // watchers
+	ctx       context.Context
+	stop      context.CancelFunc
+	adopted   chan struct{} // closed when every machine of before is adopted or undone
 
 	mu       sync.Mutex
 	machines map[string]*machine
 	fences   map[string]int64 // newest generation seen, also of deleted machines
 	calls    map[string]*call // the one under way for each sandbox
+	pins     map[string]int   // machines that use a snapshot's files
 	waiting  int
 	changes  changes
 }
@@ -88,8 +83,12 @@ func New(o Options) (*Node, error) {
 	if err := os.MkdirAll(filepath.Join(o.StateDir, "machines"), 0o700); err != nil {
 		return nil, fmt.Errorf("make the machines' directory: %w", err)
 	}
+	snapshots, err := snapshot.Open(filepath.Join(o.StateDir, "snapshots"))
+	if err != nil {
+		return nil, err
+	}
 	n := &Node{
-		o: o, drivers: map[string]driver.Driver{}, slots: make(chan struct{}, o.Concurrency),
+		o: o, snapshots: snapshots, pins: map[string]int{}, drivers: map[string]driver.Driver{}, slots: make(chan struct{}, o.Concurrency),
 		adopted: make(chan struct{}), machines: map[string]*machine{}, fences: map[string]int64{}, calls: map[string]*call{}, changes: newChanges(),
 	}
 	for _, d := range o.Drivers {
@@ -110,26 +109,6 @@ func (n *Node) Run(ctx context.Context) error {
 	return nil
 }
 
-// Client returns the RPC client of a sandbox's agent, waiting for the agent
-// while ctx lasts.
-func (n *Node) Client(ctx context.Context, id string) (guestv1connect.GuestClient, error) {
-	m, err := n.live(ctx, id)
-	if err != nil {
-		return nil, err
-	}
-	return m.link.Client(ctx)
-}
-
-// Extra returns a client on a connection of its own, for one bulk transfer or
-// tunnel. The caller closes it.
-func (n *Node) Extra(ctx context.Context, id string) (guestv1connect.GuestClient, io.Closer, error) {
-	m, err := n.live(ctx, id)
-	if err != nil {
-		return nil, nil, err
-	}
-	return m.link.Extra(ctx)
-}
-
 // Stats tells what a sandbox's machine uses now.
 func (n *Node) Stats(ctx context.Context, id string) (driver.Stats, error) {
 	m, err := n.live(ctx, id)
@@ -147,6 +126,11 @@ func (n *Node) live(ctx context.Context, id string) (*machine, error) {
 	}
 	n.mu.Lock()
 	defer n.mu.Unlock()
+	return n.up(id)
+}
+
+// up is live with the node's lock held.
+func (n *Node) up(id string) (*machine, error) {
 	m := n.machines[id]
 	if m == nil || !m.ready || m.ctx.Err() != nil || m.journal.End != nil {
 		return nil, sandbox.Errorf(sandbox.FailedPrecondition, "not_running", "the sandbox has no running machine").

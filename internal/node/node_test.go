@@ -5,6 +5,7 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"reflect"
 	"testing"
 	"time"
 
@@ -30,7 +31,7 @@ func TestCreateMakesAReadyMachineWithItsIdentity(t *testing.T) {
 		t.Errorf("Client: %v", err)
 	}
 	again := r.create(req)
-	if again != st {
+	if !reflect.DeepEqual(again, st) {
 		t.Errorf("the same request answered %+v, then %+v", st, again)
 	}
 }

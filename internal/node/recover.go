@@ -16,6 +16,9 @@ import (
 // done are adopted, the others are undone, and what no journal roots is
 // collected.
 func (n *Node) recover(ctx context.Context) {
+	if err := n.snapshots.Sweep(); err != nil {
+		n.o.Log.Error("remove unfinished snapshots", "err", err)
+	}
 	entries, err := os.ReadDir(filepath.Join(n.o.StateDir, "machines"))
 	if err != nil {
 		n.o.Log.Error("list the machines' journals", "err", err)
@@ -40,6 +43,7 @@ func (n *Node) recover(ctx context.Context) {
 	}
 	wg.Wait()
 	n.collect(ctx, rooted)
+	n.collectRetired("")
 }
 
 func (n *Node) recoverOne(ctx context.Context, id string) {
@@ -49,14 +53,18 @@ func (n *Node) recoverOne(ctx context.Context, id string) {
 		log.Error("a machine's journal is unreadable; the machine is left alone", "err", err)
 		return
 	}
-	if j == nil || !j.Done {
-		if err := n.sweep(ctx, id); err != nil {
-			log.Error("undo an unfinished bring-up", "err", err)
-		}
+	if j, err = n.undone(ctx, id, j); err != nil {
+		log.Error("undo an unfinished bring-up", "err", err)
+	}
+	if j == nil {
 		return
 	}
 	m := n.newMachine(id, j)
+	m.wish = loadWish(n.dir(id))
 	m.ready = true
+	n.mu.Lock()
+	n.fences[id] = max(j.Request.Generation, m.wish.Fence)
+	n.mu.Unlock()
 	if j.End == nil {
 		if end := n.adopt(ctx, m); end != nil {
 			j.End = end
@@ -66,14 +74,31 @@ func (n *Node) recoverOne(ctx context.Context, id string) {
 			log.Info("machine ended while nobody watched", "reason", end.Reason)
 		}
 	}
-	if j.End != nil {
+	// The release of a machine that is held says what becomes of its sessions.
+	if j.End != nil && !n.complete(m.wish.Held) {
 		n.tellEnd(ctx, id, *j.End)
 	}
 	n.mu.Lock()
 	n.machines[id] = m
-	n.fences[id] = j.Request.Generation
 	n.touch(m)
 	n.mu.Unlock()
+}
+
+// undone takes back a bring-up that did not end, and what is left of a machine
+// that was ended for another's sake. It returns the journal of what is there then.
+func (n *Node) undone(ctx context.Context, id string, j *journal) (*journal, error) {
+	switch {
+	case j == nil:
+		return nil, n.sweep(ctx, id)
+	case !j.Done:
+		if err := n.clear(ctx, id); err != nil {
+			return j.Replaces, err // the journal stays, and roots what is left
+		}
+		return j.Replaces, n.forget(id, j.Replaces)
+	case j.End != nil && j.End.Reason == sandbox.EndRolledBack:
+		return j, n.clear(ctx, id)
+	}
+	return j, nil
 }
 
 // adopt takes up one machine, or tells how it ended. A machine that can't be
@@ -87,12 +112,11 @@ func (n *Node) adopt(ctx context.Context, m *machine) *sandbox.End {
 		return end(sandbox.EndUnknown, "this daemon has no driver "+m.journal.Driver)
 	}
 	var err error
-	m.driver, err = d.Adopt(ctx, m.id)
+	m.driver, err = n.askFor(ctx, d, m.id)
 	var ended *driver.Ended
 	switch {
 	case err == nil:
-		n.startLink(m)
-		n.watch(m)
+		n.takeUp(ctx, m)
 		return nil
 	case errors.As(err, &ended) && ended.End.Reason != sandbox.EndUnknown:
 		return &ended.End
@@ -105,6 +129,58 @@ func (n *Node) adopt(ctx context.Context, m *machine) *sandbox.End {
 			n.o.Log.Error("end a machine that can't be adopted", "sandbox", m.id, "err", derr)
 		}
 		return end(sandbox.EndUnknown, "it could not be adopted: "+err.Error())
+	}
+}
+
+// adoptWait is how long a driver that can't be asked now is asked again.
+const adoptWait = 20 * time.Second
+
+// askFor adopts a machine, again where the driver was only not to be reached: an
+// engine's process may end at any time and is started anew, and its machines
+// live on.
+func (n *Node) askFor(ctx context.Context, d driver.Driver, id string) (driver.Machine, error) {
+	for end := time.Now().Add(adoptWait); ; {
+		m, err := d.Adopt(ctx, id)
+		if !sandbox.IsClass(err, sandbox.Unavailable) || time.Now().After(end) {
+			return m, err
+		}
+		select {
+		case <-time.After(200 * time.Millisecond):
+		case <-ctx.Done():
+			return nil, err
+		}
+	}
+}
+
+// takeUp brings an adopted machine to how it is to be: one that stands still
+// only because an earlier process was killed goes on.
+func (n *Node) takeUp(ctx context.Context, m *machine) {
+	log := n.o.Log.With("sandbox", m.id)
+	if m.journal.Request.Source != nil {
+		n.pin(m, m.journal.Request.Source.Snapshot)
+	}
+	held := n.complete(m.wish.Held)
+	if !held && m.wish.Held != "" {
+		if err := n.want(m, func(w *wish) { w.Held = "" }); err != nil {
+			log.Error("forget a snapshot that was not finished", "err", err)
+		}
+	}
+	still := held || m.wish.Paused
+	paused, err := m.driver.Paused(ctx)
+	switch {
+	case err == nil && still && !paused:
+		err = m.driver.Pause(ctx)
+	case err == nil && !still && paused:
+		err = m.driver.Resume(ctx)
+	}
+	if err != nil { // the next verb tries again
+		log.Error("pause or resume an adopted machine", "err", err)
+	}
+	n.mu.Lock()
+	n.watch(m)
+	n.mu.Unlock()
+	if !held {
+		n.join(m)
 	}
 }
 

@@ -60,9 +60,9 @@ type Guard string
 // The guards.
 const (
 	Always         Guard = ""
-	HasDisk        Guard = "has_disk"         // a kept disk or a disk snapshot exists
-	HasSnapshot    Guard = "has_snapshot"     // a complete snapshot of this sandbox exists
-	HasSuspendedAs Guard = "has_suspended_as" // the suspend's own snapshot exists
+	HasDisk        Guard = "has_disk"         // the sandbox's Image is ready
+	HasSnapshot    Guard = "has_snapshot"     // the snapshot asked for is ready, and of this sandbox's past
+	HasSuspendedAs Guard = "has_suspended_as" // the sandbox's Image is ready, and a memory snapshot
 )
 
 // Transition is one row of the table: in state From, Verb (when Guard holds)
@@ -86,8 +86,8 @@ var Transitions = []Transition{
 	{StateNone, VerbCreate, Always, StateCreating, StateRunning, StateFailed},
 
 	{StateRunning, VerbPause, Always, StatePausing, StatePaused, StateRunning},
-	{StatePaused, VerbResume, Always, StateResuming, StateRunning, StateFailed},
-	{StatePaused, VerbWake, Always, StateResuming, StateRunning, StateFailed},
+	{StatePaused, VerbResume, Always, StateResuming, StateRunning, StatePaused},
+	{StatePaused, VerbWake, Always, StateResuming, StateRunning, StatePaused},
 
 	{StateRunning, VerbSuspend, Always, StateSuspending, StateSuspended, StateRunning},
 	{StatePaused, VerbSuspend, Always, StateSuspending, StateSuspended, StatePaused},
@@ -103,8 +103,8 @@ var Transitions = []Transition{
 	{StateRunning, VerbSnapshot, Always, StateSnapping, StateRunning, StateRunning},
 	{StatePaused, VerbSnapshot, Always, StateSnapping, StatePaused, StatePaused},
 	{StateRunning, VerbFork, Always, StateForking, StateRunning, StateRunning},
-	{StateRunning, VerbRollback, HasSnapshot, StateRolling, StateRunning, StateFailed},
-	{StatePaused, VerbRollback, HasSnapshot, StateRolling, StateRunning, StateFailed},
+	{StateRunning, VerbRollback, HasSnapshot, StateRolling, StateRunning, StateRunning},
+	{StatePaused, VerbRollback, HasSnapshot, StateRolling, StateRunning, StatePaused},
 	{StateSuspended, VerbRollback, HasSnapshot, StateRolling, StateRunning, StateSuspended},
 	{StateStopped, VerbRollback, HasSnapshot, StateRolling, StateRunning, StateStopped},
 	{StateFailed, VerbRollback, HasSnapshot, StateRolling, StateRunning, StateFailed},
@@ -138,6 +138,28 @@ func Find(from State, verb Verb) (Transition, bool) {
 		}
 	}
 	return Transition{}, false
+}
+
+// HasMachine tells whether a sandbox in state s has a machine when no operation
+// is under way.
+func (s State) HasMachine() bool { return s == StateRunning || s == StatePaused }
+
+// Leads tells whether the table lets verb, under way in via, end in to. What
+// the table keeps in a transitional state when it fails (delete) can't end so: it
+// is tried until it succeeds. lost: the machine ended meanwhile.
+func Leads(via State, verb Verb, to State, failed, lost bool) bool {
+	for _, t := range Transitions {
+		if t.Via != via || t.Verb != verb {
+			continue
+		}
+		switch {
+		case !failed && t.To == to,
+			failed && t.Else == to && !to.Transitional(),
+			failed && lost && to == StateFailed && t.Else.HasMachine():
+			return true
+		}
+	}
+	return false
 }
 
 // Refuse is the error for a verb that the table does not have in state from.

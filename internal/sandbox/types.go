@@ -44,6 +44,7 @@ func (r Resources) Validate() error {
 type Project struct {
 	ID        string    `json:"id"`
 	Name      string    `json:"name"`
+	Quotas    Quotas    `json:"quotas"`
 	CreatedAt time.Time `json:"created_at"`
 }
 
@@ -80,14 +81,31 @@ type Sandbox struct {
 	Driver     string            `json:"driver"`
 	State      State             `json:"state"`
 	Generation int64             `json:"generation"` // grows with each operation; fences stale answers
+	Epoch      int64             `json:"epoch"`      // generation of the operation that brought its machine up; 0 before the first
 	Labels     map[string]string `json:"labels,omitempty"`
 	Env        map[string]string `json:"env,omitempty"`
 	Resources  Resources         `json:"resources"`
+	Policy     Policy            `json:"policy"`
 	CreatedAt  time.Time         `json:"created_at"`
 	UpdatedAt  time.Time         `json:"updated_at"`
-	ExpiresAt  *time.Time        `json:"expires_at,omitempty"` // TTL: deleted at this time
-	End        *End              `json:"end,omitempty"`        // why the machine ended, once it did
+	TouchedAt  time.Time         `json:"touched_at"`           // see Policy.Idle
+	ExpiresAt  *time.Time        `json:"expires_at,omitempty"` // TTL: Policy.OnExpiry is done at this time
+	End        *End              `json:"end,omitempty"`        // why the last machine ended, where nobody asked for it
 	Operation  string            `json:"operation,omitempty"`  // the one under way, if any
+
+	// Image is the snapshot that holds what outlives the machine: of a
+	// suspended sandbox its memory and disk, of a stopped one its disk, of any
+	// other the recovery point. "" is none: then it is the template.
+	Image string `json:"image,omitempty"`
+	// ImageAt is when Image was taken: what was written later is lost with the machine.
+	ImageAt *time.Time `json:"image_at,omitempty"`
+	// Base is the named snapshot that the sandbox's timeline last passed
+	// through: the parent of the next one. "" is its template.
+	Base string `json:"base,omitempty"`
+	// Source is the snapshot that it was created from, Parent the sandbox that
+	// it was forked from.
+	Source string `json:"source,omitempty"`
+	Parent string `json:"parent,omitempty"`
 }
 
 // EndReason is why a machine or sandbox ended.
@@ -97,6 +115,7 @@ type EndReason string
 const (
 	EndDeleted      EndReason = "deleted"       // a user deleted it
 	EndExpired      EndReason = "expired"       // its TTL ran out
+	EndIdle         EndReason = "idle"          // its idle policy ended it
 	EndExited       EndReason = "exited"        // PID 1 of the guest ended (root inside can do that)
 	EndOOM          EndReason = "oom"           // the host's memory limit killed the machine
 	EndKilled       EndReason = "killed"        // somebody on the host killed the machine
@@ -104,6 +123,9 @@ const (
 	EndHostRestart  EndReason = "host_restart"  // the host went down with the machine
 	EndCreateFailed EndReason = "create_failed" // it never became ready
 	EndUnknown      EndReason = "unknown"       // it ended while nobody watched
+	EndSuspended    EndReason = "suspended"     // on request; it goes on when restored
+	EndStopped      EndReason = "stopped"       // on request: memory is gone, the disk is kept
+	EndRolledBack   EndReason = "rolled_back"   // its timeline was abandoned for an earlier snapshot
 )
 
 // End tells why and when something ended.
@@ -140,12 +162,15 @@ type Operation struct {
 	Project    string          `json:"project"`
 	Verb       Verb            `json:"verb"`
 	Sandbox    string          `json:"sandbox,omitempty"`
+	From       State           `json:"from,omitempty"`     // where the sandbox was when it began; Store.BeginVerb sets it
 	Template   string          `json:"template,omitempty"` // a build's result digest, once known
 	State      OperationState  `json:"state"`
 	Step       string          `json:"step,omitempty"` // what it does now; for people
 	Delay      *Delay          `json:"delay,omitempty"`
 	Error      *Error          `json:"error,omitempty"`
-	Key        string          `json:"key"` // id of the key that asked, or "system"
+	Snapshot   string          `json:"snapshot,omitempty"` // what the verb makes or goes back to
+	Children   []string        `json:"children,omitempty"` // of a fork
+	Key        string          `json:"key"`                // id of the key that asked, or "system"
 	Generation int64           `json:"generation"`
 	LeaseUntil time.Time       `json:"-"`
 	Input      json.RawMessage `json:"-"` // the request, for resuming after a restart
@@ -181,6 +206,11 @@ type Session struct {
 	Generation int64     `json:"generation"` // of its attach token
 	Key        string    `json:"key"`
 	CreatedAt  time.Time `json:"created_at"`
+	// Parent is the session that this one goes on from on a new timeline (fork,
+	// rollback, create from a snapshot), and ParentOffset the offset of that
+	// one's output where it begins.
+	Parent       string `json:"parent,omitempty"`
+	ParentOffset uint64 `json:"parent_offset,omitempty"`
 }
 
 // RuntimeConfig is a template's part that is not files.
@@ -221,5 +251,11 @@ type Event struct {
 	Data      json.RawMessage `json:"data,omitempty"`
 }
 
-// SystemKey stands in Operation.Key for what Cloche does on its own (TTL).
-const SystemKey = "system"
+// What stands in Operation.Key for what Cloche does on its own.
+const (
+	SystemKey = "system"        // the TTL ran out
+	IdleKey   = "system-idle"   // the idle policy
+	CrashKey  = "system-crash"  // the crash policy
+	DrainKey  = "system-drain"  // the host goes down
+	AccessKey = "system-access" // wake on access
+)

@@ -44,7 +44,7 @@ func probe(ctx context.Context) (c driver.Capability, err error) {
 	if err != nil {
 		return c, err
 	}
-	guests, err := artifacts.Guests()
+	guests, err := artifacts.Builds(artifact.GuestName)
 	if err != nil {
 		return c, err
 	}

@@ -25,8 +25,10 @@ import (
 	"cloche.dev/cloche/internal/auth"
 	"cloche.dev/cloche/internal/control"
 	"cloche.dev/cloche/internal/dataplane"
+	"cloche.dev/cloche/internal/failpoint"
 	"cloche.dev/cloche/internal/httpapi"
 	"cloche.dev/cloche/internal/httpapi/rest"
+	"cloche.dev/cloche/internal/metrics"
 	"cloche.dev/cloche/internal/node"
 	"cloche.dev/cloche/internal/node/artifact"
 	"cloche.dev/cloche/internal/node/driver"
@@ -47,8 +49,16 @@ type Options struct {
 	Insecure bool   // plain HTTP on a listener that is not loopback
 	TLSCert  string // files; both or none
 	TLSKey   string
-	Version  string
-	Log      *slog.Logger
+	Metrics  string // host:port of Prometheus' listener; "" is none
+
+	// What the host lends to sandboxes: see node.Options. 0 is no bound.
+	MemoryOvercommit float64
+	CPUOvercommit    float64
+	DiskFloorMiB     int64
+
+	Ready   func() // called when requests are answered; may be nil
+	Version string
+	Log     *slog.Logger
 }
 
 // maxRunDir keeps the paths of sockets below the kernel's 107 bytes.
@@ -82,12 +92,19 @@ func Run(ctx context.Context, o Options) error {
 		return err
 	}
 	defer listener.Close()
+	var scrapes net.Listener
+	if o.Metrics != "" {
+		if scrapes, err = metrics.Listen(ctx, o.Metrics, o.Insecure); err != nil {
+			return err
+		}
+		defer scrapes.Close()
+	}
 	h, err := assemble(ctx, o)
 	if err != nil {
 		return err
 	}
 	defer h.close(o.Log)
-	return h.run(ctx, listener, o.Log)
+	return h.run(ctx, listener, scrapes, o)
 }
 
 // check refuses what can't be served safely.
@@ -145,7 +162,7 @@ func assemble(ctx context.Context, o Options) (h *host, err error) {
 			h.close(o.Log)
 		}
 	}()
-	if h.store, err = sqlite.Open(ctx, filepath.Join(o.StateDir, "cloche.db"), time.Now); err != nil {
+	if h.store, err = sqlite.Open(ctx, filepath.Join(o.StateDir, "cloche.db"), failpoint.Now); err != nil {
 		return nil, err
 	}
 	first, err := auth.Bootstrap(ctx, h.store, o.StateDir, time.Now)
@@ -161,7 +178,7 @@ func assemble(ctx context.Context, o Options) (h *host, err error) {
 	}
 	guests := &late{}
 	h.sessions, err = session.New(session.Options{
-		Dir: filepath.Join(o.StateDir, "sessions"), Guests: guests, Log: o.Log,
+		Dir: filepath.Join(o.StateDir, "sessions"), Guests: guests, Log: o.Log, Clock: failpoint.Now,
 		Retire: func(ctx context.Context, ref session.Ref) error { return h.store.DeleteSession(ctx, ref.Session) },
 	})
 	if err != nil {
@@ -171,7 +188,7 @@ func assemble(ctx context.Context, o Options) (h *host, err error) {
 		return nil, err
 	}
 	guests.Node = h.node
-	h.control = control.New(control.Options{Store: h.store, Node: h.node, Builder: templates, MintKey: auth.Mint, Log: o.Log})
+	h.control = control.New(control.Options{Store: h.store, Node: h.node, Builder: templates, MintKey: auth.Mint, Log: o.Log, Now: failpoint.Now})
 	h.handler, err = h.face(o)
 	return h, err
 }
@@ -185,11 +202,15 @@ func (h *host) newNode(o Options, images node.Images) error {
 	if err != nil {
 		return err
 	}
-	engine, err := artifacts.Embedded(artifact.EngineName)
+	engines, err := artifacts.Builds(artifact.EngineName)
 	if err != nil {
 		return err
 	}
-	guests, err := artifacts.Guests()
+	engine, err := engines.Path(engines.Current())
+	if err != nil {
+		return err
+	}
+	guests, err := artifacts.Builds(artifact.GuestName)
 	if err != nil {
 		return err
 	}
@@ -199,7 +220,7 @@ func (h *host) newNode(o Options, images node.Images) error {
 	}
 	networks := netns.New(filepath.Join(o.RunDir, "netns"))
 	h.gvisor, err = gvisor.New(gvisor.Options{
-		StateDir: o.StateDir, RunDir: o.RunDir, Engine: engine.Path, Guest: guest, Networks: networks, Log: o.Log,
+		StateDir: o.StateDir, RunDir: o.RunDir, Engine: engine, EngineByHash: engines.Path, Guest: guest, Networks: networks, Log: o.Log,
 	})
 	if err != nil {
 		return err
@@ -207,7 +228,8 @@ func (h *host) newNode(o Options, images node.Images) error {
 	h.node, err = node.New(node.Options{
 		StateDir: o.StateDir, Drivers: []driver.Driver{h.gvisor}, Default: gvisor.Name,
 		Images: images, Networks: networks, Guests: guests, Recorder: h.sessions,
-		Concurrency: 2 * runtime.NumCPU(), HelloWait: time.Minute, MaxProcs: maxProcs, BootID: sys.HostBootID(), Log: o.Log,
+		Concurrency: 2 * runtime.NumCPU(), HelloWait: time.Minute, MaxProcs: maxProcs, BootID: sys.HostBootID(),
+		MemoryShare: o.MemoryOvercommit, CPUOvercommit: o.CPUOvercommit, DiskFloor: o.DiskFloorMiB << 20, Log: o.Log,
 	})
 	return err
 }
@@ -228,7 +250,10 @@ func (h *host) face(o Options) (http.Handler, error) {
 		return nil, err
 	}
 	keys, tokens := auth.NewVerifier(h.store), auth.NewTokens(key)
-	httpapi.New(httpapi.Options{Control: h.control, Keys: keys, Tokens: tokens, Version: o.Version, Driver: gvisor.Name}).Register(router)
+	httpapi.New(httpapi.Options{
+		Control: h.control, Keys: keys, Tokens: tokens, Version: o.Version, Driver: gvisor.Name,
+		Durability: map[string]sandbox.Durability{gvisor.Name: h.gvisor.Traits().Durability},
+	}).Register(router)
 	dataplane.New(dataplane.Options{
 		Identities: h.control, Recorder: dataplane.Recorded(h.sessions), Guests: h.node, Keys: keys, Tokens: tokens, Log: o.Log,
 	}).Register(router)
@@ -236,24 +261,30 @@ func (h *host) face(o Options) (http.Handler, error) {
 }
 
 // run starts the roles from the bottom up and stops them from the top down.
-func (h *host) run(ctx context.Context, listener net.Listener, log *slog.Logger) error {
+func (h *host) run(ctx context.Context, listener, scrapes net.Listener, o Options) error {
 	below, stop := context.WithCancel(context.WithoutCancel(ctx))
 	defer stop()
 	g, below := errgroup.WithContext(below)
 	g.Go(func() error { return quiet(h.sessions.Run(below)) })
 	g.Go(func() error { return quiet(h.node.Run(below)) })
 	g.Go(func() error { return quiet(h.control.Run(below)) })
+	if scrapes != nil {
+		g.Go(func() error { return quiet(h.metrics(o).Run(below, scrapes)) })
+	}
 
 	streams, cut := context.WithCancel(context.WithoutCancel(ctx))
 	defer cut()
-	srv := httpapi.NewServer(streams, h.handler, log)
+	srv := httpapi.NewServer(streams, h.handler, o.Log)
 	g.Go(func() error {
 		if err := srv.Serve(listener); !errors.Is(err, http.ErrServerClosed) {
 			return fmt.Errorf("serve: %w", err)
 		}
 		return nil
 	})
-	log.Info("ready", "listen", listener.Addr().String())
+	o.Log.Info("ready", "listen", listener.Addr().String())
+	if o.Ready != nil {
+		o.Ready()
+	}
 	select {
 	case <-ctx.Done():
 	case <-below.Done(): // one of the roles failed
@@ -266,6 +297,13 @@ func (h *host) run(ctx context.Context, listener net.Listener, log *slog.Logger)
 	}
 	stop()
 	return g.Wait()
+}
+
+func (h *host) metrics(o Options) *metrics.Metrics {
+	return metrics.New(metrics.Options{
+		Store: h.store, Host: h.node, Sessions: h.sessions.Counts, Output: h.sessions.Recorded,
+		Version: o.Version, Driver: gvisor.Name, Log: o.Log,
+	})
 }
 
 func quiet(err error) error {

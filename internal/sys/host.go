@@ -1,7 +1,10 @@
 package sys
 
 import (
+	"errors"
+	"fmt"
 	"os"
+	"slices"
 	"strings"
 )
 
@@ -13,4 +16,34 @@ func HostBootID() string {
 		return ""
 	}
 	return strings.TrimSpace(string(b))
+}
+
+// CPUFeatures returns the features of the host's processors by the names that
+// /proc/cpuinfo gives them, sorted: those that every processor has.
+func CPUFeatures() ([]string, error) {
+	data, err := os.ReadFile("/proc/cpuinfo")
+	if err != nil {
+		return nil, fmt.Errorf("read the processors' features: %w", err)
+	}
+	var all []string
+	for line := range strings.Lines(string(data)) {
+		name, list, _ := strings.Cut(line, ":")
+		if n := strings.TrimSpace(name); n != "flags" && n != "Features" {
+			continue
+		}
+		features := strings.Fields(list)
+		slices.Sort(features)
+		if all == nil {
+			all = features
+			continue
+		}
+		all = slices.DeleteFunc(all, func(f string) bool {
+			_, has := slices.BinarySearch(features, f)
+			return !has
+		})
+	}
+	if len(all) == 0 {
+		return nil, errors.New("/proc/cpuinfo lists no features")
+	}
+	return slices.Compact(all), nil
 }

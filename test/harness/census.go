@@ -113,9 +113,9 @@ func (d *Daemon) cgroups() []string {
 	return found
 }
 
-// cleanup deletes every sandbox, demands an empty census, stops the daemon
-// and removes its directories. After a failed test it keeps the log.
-func (d *Daemon) cleanup(dir string) {
+// cleanup deletes every sandbox, demands an empty census and stops the daemon.
+// After a failed test it shows the log.
+func (d *Daemon) cleanup() {
 	if d.Running() {
 		for id := range strings.Lines(d.CLI("ls", "--ids").Stdout) {
 			d.CLI("rm", "--force", strings.TrimSpace(id))
@@ -129,7 +129,4 @@ func (d *Daemon) cleanup(dir string) {
 		d.tb.Logf("daemon's log:\n%s", d.Log())
 	}
 	_ = d.log.Close()
-	if err := os.RemoveAll(dir); err != nil {
-		d.tb.Errorf("remove the daemon's directories: %v", err)
-	}
 }

@@ -26,6 +26,8 @@ import (
 type Daemon struct {
 	Bin, State, Run string
 	URL, Key        string
+	// Extra is environment that the daemon gets beside this process's.
+	Extra []string
 
 	tb     testing.TB
 	listen string
@@ -84,14 +86,33 @@ func New(tb testing.TB) *Daemon {
 	if err != nil {
 		tb.Fatal(err)
 	}
+	tb.Cleanup(func() { // after the daemon's own
+		if err := os.RemoveAll(dir); err != nil {
+			tb.Errorf("remove the daemon's directories: %v", err)
+		}
+	})
+	return NewIn(tb, bin, dir)
+}
+
+// NewIn is New for a binary and a directory of the caller's, who removes it
+// after the test: something may be mounted where the state lies, DIR/s.
+func NewIn(tb testing.TB, bin, dir string) *Daemon {
+	tb.Helper()
 	d := &Daemon{Bin: bin, State: filepath.Join(dir, "s"), Run: filepath.Join(dir, "r"), tb: tb}
+	var err error
 	if d.log, err = os.Create(filepath.Join(dir, "daemon.log")); err != nil {
 		tb.Fatal(err)
 	}
 	d.listen = freePort(tb)
 	d.URL = "http://" + d.listen
-	tb.Cleanup(func() { d.cleanup(dir) })
+	tb.Cleanup(d.cleanup)
 	return d
+}
+
+// Seed gives a daemon that has not been started the template `base`.
+func (d *Daemon) Seed() {
+	d.tb.Helper()
+	seed(d.tb, d)
 }
 
 func freePort(tb testing.TB) string {
@@ -116,6 +137,9 @@ func (d *Daemon) Serve() {
 func (d *Daemon) TryServe() error {
 	cmd := exec.Command(d.Bin, "serve", "--listen", d.listen, "--state-dir", d.State, "--run-dir", d.Run)
 	cmd.Stdout, cmd.Stderr = d.log, d.log
+	if len(d.Extra) > 0 {
+		cmd.Env = append(os.Environ(), d.Extra...)
+	}
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	if err := cmd.Start(); err != nil {
 		return err
@@ -182,6 +206,14 @@ func (d *Daemon) Running() bool {
 	default:
 		return true
 	}
+}
+
+// How tells how the daemon ended; "" while it runs.
+func (d *Daemon) How() string {
+	if d.Running() || d.cmd == nil {
+		return ""
+	}
+	return d.cmd.ProcessState.String()
 }
 
 // Log returns the end of what the daemon logged.

@@ -55,6 +55,8 @@ type Agent struct {
 	extra chan struct{} // tokens
 	wg    sync.WaitGroup
 
+	setting sync.Mutex // one Setup at a time: its hooks may outlive the connection it came over
+
 	mu    sync.Mutex
 	state wire.State
 	setup *guestv1.SetupRequest

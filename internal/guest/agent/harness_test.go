@@ -40,13 +40,19 @@ func TestMain(m *testing.M) {
 	case "supervisor":
 		_ = unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 		_ = unix.Prctl(unix.PR_SET_PDEATHSIG, uintptr(unix.SIGKILL), 0, 0, 0)
+		if err := enterPrivate(os.Getenv("CLOCHE_TEST_PRIVATE")); err != nil {
+			fmt.Fprintln(os.Stderr, "private:", err)
+			os.Exit(1)
+		}
 		fmt.Fprintln(os.Stderr, supervisor.Run(context.Background(), supervisor.Config{
 			Agent: []string{"/proc/self/exe", "agent"}, Env: os.Environ(), Log: log,
 		}))
 		os.Exit(1)
 	case "agent":
 		_ = unix.Prctl(unix.PR_SET_PDEATHSIG, uintptr(unix.SIGKILL), 0, 0, 0)
-		conn, err := net.FileConn(os.NewFile(3, "supervisor"))
+		f := os.NewFile(3, "supervisor")
+		conn, err := net.FileConn(f)
+		_ = f.Close() // as the real one does: no child of the agent must hold it
 		if err == nil {
 			err = agent.Run(context.Background(), agent.Config{Supervisor: conn, Dial: os.Getenv("CLOCHE_DIAL"), Build: "test", Log: log})
 		}
@@ -61,6 +67,7 @@ func TestMain(m *testing.M) {
 type guest struct {
 	t      *testing.T
 	cmd    *exec.Cmd // nil in a machine
+	root   string    // where a private guest's directories come from; "": it has none of its own
 	listen func() (net.Listener, error)
 	link   *guestlink.Link
 	c      guestv1connect.GuestClient
@@ -101,6 +108,10 @@ func (g *guest) startProcess() {
 	g.cmd.Env = append(os.Environ(), "CLOCHE_TEST_GUEST=1", "CLOCHE_DIAL=unix:"+sock)
 	g.cmd.Stderr = os.Stderr
 	g.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
+	if g.root != "" {
+		g.cmd.Env = append(g.cmd.Env, "CLOCHE_TEST_PRIVATE="+g.root)
+		g.cmd.SysProcAttr.Cloneflags = unix.CLONE_NEWNS | unix.CLONE_NEWPID | unix.CLONE_NEWUTS
+	}
 	if err := g.cmd.Start(); err != nil {
 		g.t.Fatal(err)
 	}

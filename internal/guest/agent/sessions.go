@@ -265,8 +265,13 @@ func (a *Agent) Sessions(ctx context.Context, _ *connect.Request[guestv1.Session
 	if err := a.super.call(ctx, wire.OpSessions, nil, list); err != nil {
 		return nil, err
 	}
+	mine := map[int]bool{os.Getpid(): true, os.Getppid(): true}
 	for _, s := range list.List {
 		out.Sessions = append(out.Sessions, &guestv1.SessionInfo{Session: s.ID, Pid: s.PID, Exited: s.Exited, Acked: s.Acked, Produced: s.Produced})
+		if !s.Exited {
+			mine[int(s.PID)] = true
+		}
 	}
+	out.Others = countOthers(mine)
 	return connect.NewResponse(out), nil
 }

@@ -23,19 +23,26 @@ const (
 	clockSlack   = time.Second
 )
 
-var hostnameForm = regexp.MustCompile(`^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$`)
+var (
+	hostnameForm  = regexp.MustCompile(`^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$`)
+	machineIDForm = regexp.MustCompile(`^[0-9a-f]{32}$`)
+	bootIDForm    = regexp.MustCompile(`^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$`)
+)
 
 // Setup implements the service. The supervisor keeps what it brings, so that
-// an agent that restarts has it before the host says it again.
+// an agent that restarts has it before the host says it again; it replaces the
+// setup before wholly. The generation is told last of all, and after it the
+// hooks are run.
 func (a *Agent) Setup(ctx context.Context, req *connect.Request[guestv1.SetupRequest]) (*connect.Response[guestv1.SetupResponse], error) {
 	m := req.Msg
-	if h := m.GetHostname(); h != "" && !hostnameForm.MatchString(h) {
-		return nil, sandbox.Errorf(sandbox.Invalid, "bad_hostname", "%q is no host name", h)
-	}
-	if err := checkEnv(m.GetEnv()); err != nil {
+	if err := checkSetup(m); err != nil {
 		return nil, err
 	}
-	blob, err := proto.Marshal(m)
+	a.setting.Lock()
+	defer a.setting.Unlock()
+	kept := proto.CloneOf(m)
+	kept.Entropy = nil
+	blob, err := proto.Marshal(kept)
 	if err != nil {
 		return nil, err
 	}
@@ -43,11 +50,32 @@ func (a *Agent) Setup(ctx context.Context, req *connect.Request[guestv1.SetupReq
 		return nil, err
 	}
 	a.mu.Lock()
-	a.setup = m
+	a.setup = kept
 	a.mu.Unlock()
+	a.addEntropy(m.GetEntropy())
 	a.setClock(m.GetClockUnixNano())
 	a.setHostname(m.GetHostname())
-	return connect.NewResponse(&guestv1.SetupResponse{}), nil
+	a.setMachineID(m.GetMachineId())
+	a.setBootID(m.GetBootId())
+	a.setGeneration(m.GetGeneration())
+	return connect.NewResponse(&guestv1.SetupResponse{Hooks: a.runHooks(ctx, kept)}), nil
+}
+
+func checkSetup(m *guestv1.SetupRequest) error {
+	for _, f := range []struct {
+		name, value string
+		form        *regexp.Regexp
+	}{
+		{"hostname", m.GetHostname(), hostnameForm}, {"machine_id", m.GetMachineId(), machineIDForm}, {"boot_id", m.GetBootId(), bootIDForm},
+	} {
+		if f.value != "" && !f.form.MatchString(f.value) {
+			return sandbox.Errorf(sandbox.Invalid, "bad_"+f.name, "%q is no %s", f.value, f.name)
+		}
+	}
+	if err := checkEnv(map[string]string{"source": m.GetSource()}); err != nil {
+		return err
+	}
+	return checkEnv(m.GetEnv())
 }
 
 // setClock corrects the clock where the kernel lets us; under gVisor the

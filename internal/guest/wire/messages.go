@@ -30,6 +30,10 @@ type State struct {
 	Epoch    uint64
 	Setup    []byte // opaque to the supervisor
 	MaxProcs uint64 // RLIMIT_NPROC of every process that is not root's
+
+	HooksFor  uint64 // the generation that Hooks are of
+	HooksDone bool   // no more of them are to be run for it
+	Hooks     []byte // opaque to the supervisor: what those that were begun did
 }
 
 // Encode implements Message.
@@ -38,11 +42,15 @@ func (m *State) Encode(e *Encoder) {
 	e.Uint(m.Epoch)
 	e.Bytes(m.Setup)
 	e.Uint(m.MaxProcs)
+	e.Uint(m.HooksFor)
+	e.Bool(m.HooksDone)
+	e.Bytes(m.Hooks)
 }
 
 // Decode implements Message.
 func (m *State) Decode(d *Decoder) {
 	m.Key, m.Epoch, m.Setup, m.MaxProcs = d.Bytes(), d.Uint(), d.Bytes(), d.Uint()
+	m.HooksFor, m.HooksDone, m.Hooks = d.Uint(), d.Bool(), d.Bytes()
 }
 
 // Start asks for a process with everything resolved, or, where FailCode is

@@ -9,7 +9,7 @@ import (
 )
 
 var samples = map[Op]Message{
-	OpState:    &State{Key: []byte("k"), Epoch: 7, Setup: []byte{0, 1}, MaxProcs: 9},
+	OpState:    &State{Key: []byte("k"), Epoch: 7, Setup: []byte{0, 1}, MaxProcs: 9, HooksFor: 3, HooksDone: true, Hooks: []byte("h")},
 	OpStart:    &Start{Session: "s", Path: "/p", Args: []string{"a", ""}, Env: []string{"A=b"}, Dir: "/", UID: 1, GID: 2, Groups: []string{"3"}, Stdin: true, TTY: true, Rows: 4, Cols: 5, TimeoutMS: -6, FailCode: 7, FailText: "t"},
 	OpFetch:    &Fetch{Session: "s", Offset: 1 << 40},
 	OpReply:    &Fetched{Runs: []Run{{false, 2}, {true, 3}}, Exited: true, Exit: Exit{Code: 1, Signal: 2, Reason: "r", Text: "t", UnixNano: 3}, Data: []byte("abcde")},

@@ -212,8 +212,18 @@ type SetupRequest struct {
 	ClockUnixNano   int64                  `protobuf:"varint,2,opt,name=clock_unix_nano,json=clockUnixNano,proto3" json:"clock_unix_nano,omitempty"`                               // 0: leave the clock
 	Env             map[string]string      `protobuf:"bytes,3,rep,name=env,proto3" json:"env,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"` // of every process from now on
 	MaxProcsPerUser uint64                 `protobuf:"varint,4,opt,name=max_procs_per_user,json=maxProcsPerUser,proto3" json:"max_procs_per_user,omitempty"`                       // RLIMIT_NPROC of processes that are not root's; 0: none
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// generation is the epoch of the machine: it grows with each boot and each restore. The agent writes it to
+	// /run/cloche/generation once the rest of the setup has taken effect. 0: leave it.
+	Generation uint64 `protobuf:"varint,5,opt,name=generation,proto3" json:"generation,omitempty"`
+	MachineId  string `protobuf:"bytes,6,opt,name=machine_id,json=machineId,proto3" json:"machine_id,omitempty"` // 32 lower-case hex digits, for /etc/machine-id; "": leave it
+	BootId     string `protobuf:"bytes,7,opt,name=boot_id,json=bootId,proto3" json:"boot_id,omitempty"`          // a UUID, shown by /proc/sys/kernel/random/boot_id; "": leave it
+	// restored: the machine goes on from a memory snapshot. The agent runs the hooks in /etc/cloche/on_restore.d
+	// once for each generation, before it answers.
+	Restored      bool   `protobuf:"varint,8,opt,name=restored,proto3" json:"restored,omitempty"`
+	Entropy       []byte `protobuf:"bytes,9,opt,name=entropy,proto3" json:"entropy,omitempty"` // for the kernel's generator, where it takes any; not kept
+	Source        string `protobuf:"bytes,10,opt,name=source,proto3" json:"source,omitempty"`  // for the hooks: the sandbox that the snapshot was taken of
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *SetupRequest) Reset() {
@@ -274,8 +284,51 @@ func (x *SetupRequest) GetMaxProcsPerUser() uint64 {
 	return 0
 }
 
+func (x *SetupRequest) GetGeneration() uint64 {
+	if x != nil {
+		return x.Generation
+	}
+	return 0
+}
+
+func (x *SetupRequest) GetMachineId() string {
+	if x != nil {
+		return x.MachineId
+	}
+	return ""
+}
+
+func (x *SetupRequest) GetBootId() string {
+	if x != nil {
+		return x.BootId
+	}
+	return ""
+}
+
+func (x *SetupRequest) GetRestored() bool {
+	if x != nil {
+		return x.Restored
+	}
+	return false
+}
+
+func (x *SetupRequest) GetEntropy() []byte {
+	if x != nil {
+		return x.Entropy
+	}
+	return nil
+}
+
+func (x *SetupRequest) GetSource() string {
+	if x != nil {
+		return x.Source
+	}
+	return ""
+}
+
 type SetupResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
+	Hooks         []*HookResult          `protobuf:"bytes,1,rep,name=hooks,proto3" json:"hooks,omitempty"` // what the on_restore hooks did, in order
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -310,6 +363,73 @@ func (*SetupResponse) Descriptor() ([]byte, []int) {
 	return file_guest_proto_rawDescGZIP(), []int{3}
 }
 
+func (x *SetupResponse) GetHooks() []*HookResult {
+	if x != nil {
+		return x.Hooks
+	}
+	return nil
+}
+
+type HookResult struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Name          string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	Code          int32                  `protobuf:"varint,2,opt,name=code,proto3" json:"code,omitempty"`
+	Output        string                 `protobuf:"bytes,3,opt,name=output,proto3" json:"output,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *HookResult) Reset() {
+	*x = HookResult{}
+	mi := &file_guest_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *HookResult) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*HookResult) ProtoMessage() {}
+
+func (x *HookResult) ProtoReflect() protoreflect.Message {
+	mi := &file_guest_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use HookResult.ProtoReflect.Descriptor instead.
+func (*HookResult) Descriptor() ([]byte, []int) {
+	return file_guest_proto_rawDescGZIP(), []int{4}
+}
+
+func (x *HookResult) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *HookResult) GetCode() int32 {
+	if x != nil {
+		return x.Code
+	}
+	return 0
+}
+
+func (x *HookResult) GetOutput() string {
+	if x != nil {
+		return x.Output
+	}
+	return ""
+}
+
 type OpenExtraRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Ticket        string                 `protobuf:"bytes,1,opt,name=ticket,proto3" json:"ticket,omitempty"`
@@ -319,7 +439,7 @@ type OpenExtraRequest struct {
 
 func (x *OpenExtraRequest) Reset() {
 	*x = OpenExtraRequest{}
-	mi := &file_guest_proto_msgTypes[4]
+	mi := &file_guest_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -331,7 +451,7 @@ func (x *OpenExtraRequest) String() string {
 func (*OpenExtraRequest) ProtoMessage() {}
 
 func (x *OpenExtraRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[4]
+	mi := &file_guest_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -344,7 +464,7 @@ func (x *OpenExtraRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OpenExtraRequest.ProtoReflect.Descriptor instead.
 func (*OpenExtraRequest) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{4}
+	return file_guest_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *OpenExtraRequest) GetTicket() string {
@@ -362,7 +482,7 @@ type OpenExtraResponse struct {
 
 func (x *OpenExtraResponse) Reset() {
 	*x = OpenExtraResponse{}
-	mi := &file_guest_proto_msgTypes[5]
+	mi := &file_guest_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -374,7 +494,7 @@ func (x *OpenExtraResponse) String() string {
 func (*OpenExtraResponse) ProtoMessage() {}
 
 func (x *OpenExtraResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[5]
+	mi := &file_guest_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -387,7 +507,7 @@ func (x *OpenExtraResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OpenExtraResponse.ProtoReflect.Descriptor instead.
 func (*OpenExtraResponse) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{5}
+	return file_guest_proto_rawDescGZIP(), []int{6}
 }
 
 type WindowSize struct {
@@ -400,7 +520,7 @@ type WindowSize struct {
 
 func (x *WindowSize) Reset() {
 	*x = WindowSize{}
-	mi := &file_guest_proto_msgTypes[6]
+	mi := &file_guest_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -412,7 +532,7 @@ func (x *WindowSize) String() string {
 func (*WindowSize) ProtoMessage() {}
 
 func (x *WindowSize) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[6]
+	mi := &file_guest_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -425,7 +545,7 @@ func (x *WindowSize) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WindowSize.ProtoReflect.Descriptor instead.
 func (*WindowSize) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{6}
+	return file_guest_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *WindowSize) GetRows() uint32 {
@@ -458,7 +578,7 @@ type StartRequest struct {
 
 func (x *StartRequest) Reset() {
 	*x = StartRequest{}
-	mi := &file_guest_proto_msgTypes[7]
+	mi := &file_guest_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -470,7 +590,7 @@ func (x *StartRequest) String() string {
 func (*StartRequest) ProtoMessage() {}
 
 func (x *StartRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[7]
+	mi := &file_guest_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -483,7 +603,7 @@ func (x *StartRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StartRequest.ProtoReflect.Descriptor instead.
 func (*StartRequest) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{7}
+	return file_guest_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *StartRequest) GetSession() string {
@@ -552,7 +672,7 @@ type StartResponse struct {
 
 func (x *StartResponse) Reset() {
 	*x = StartResponse{}
-	mi := &file_guest_proto_msgTypes[8]
+	mi := &file_guest_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -564,7 +684,7 @@ func (x *StartResponse) String() string {
 func (*StartResponse) ProtoMessage() {}
 
 func (x *StartResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[8]
+	mi := &file_guest_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -577,7 +697,7 @@ func (x *StartResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StartResponse.ProtoReflect.Descriptor instead.
 func (*StartResponse) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{8}
+	return file_guest_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *StartResponse) GetPid() int64 {
@@ -604,7 +724,7 @@ type FollowRequest struct {
 
 func (x *FollowRequest) Reset() {
 	*x = FollowRequest{}
-	mi := &file_guest_proto_msgTypes[9]
+	mi := &file_guest_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -616,7 +736,7 @@ func (x *FollowRequest) String() string {
 func (*FollowRequest) ProtoMessage() {}
 
 func (x *FollowRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[9]
+	mi := &file_guest_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -629,7 +749,7 @@ func (x *FollowRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FollowRequest.ProtoReflect.Descriptor instead.
 func (*FollowRequest) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{9}
+	return file_guest_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *FollowRequest) GetSession() string {
@@ -662,7 +782,7 @@ type Event struct {
 
 func (x *Event) Reset() {
 	*x = Event{}
-	mi := &file_guest_proto_msgTypes[10]
+	mi := &file_guest_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -674,7 +794,7 @@ func (x *Event) String() string {
 func (*Event) ProtoMessage() {}
 
 func (x *Event) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[10]
+	mi := &file_guest_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -687,7 +807,7 @@ func (x *Event) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Event.ProtoReflect.Descriptor instead.
 func (*Event) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{10}
+	return file_guest_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *Event) GetOffset() uint64 {
@@ -766,7 +886,7 @@ type Exit struct {
 
 func (x *Exit) Reset() {
 	*x = Exit{}
-	mi := &file_guest_proto_msgTypes[11]
+	mi := &file_guest_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -778,7 +898,7 @@ func (x *Exit) String() string {
 func (*Exit) ProtoMessage() {}
 
 func (x *Exit) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[11]
+	mi := &file_guest_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -791,7 +911,7 @@ func (x *Exit) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Exit.ProtoReflect.Descriptor instead.
 func (*Exit) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{11}
+	return file_guest_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *Exit) GetCode() int32 {
@@ -840,7 +960,7 @@ type AckRequest struct {
 
 func (x *AckRequest) Reset() {
 	*x = AckRequest{}
-	mi := &file_guest_proto_msgTypes[12]
+	mi := &file_guest_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -852,7 +972,7 @@ func (x *AckRequest) String() string {
 func (*AckRequest) ProtoMessage() {}
 
 func (x *AckRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[12]
+	mi := &file_guest_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -865,7 +985,7 @@ func (x *AckRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AckRequest.ProtoReflect.Descriptor instead.
 func (*AckRequest) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{12}
+	return file_guest_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *AckRequest) GetSession() string {
@@ -897,7 +1017,7 @@ type AckResponse struct {
 
 func (x *AckResponse) Reset() {
 	*x = AckResponse{}
-	mi := &file_guest_proto_msgTypes[13]
+	mi := &file_guest_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -909,7 +1029,7 @@ func (x *AckResponse) String() string {
 func (*AckResponse) ProtoMessage() {}
 
 func (x *AckResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[13]
+	mi := &file_guest_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -922,7 +1042,7 @@ func (x *AckResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AckResponse.ProtoReflect.Descriptor instead.
 func (*AckResponse) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{13}
+	return file_guest_proto_rawDescGZIP(), []int{14}
 }
 
 // Stdin: offset is the number of stdin bytes before data; what is already there is not written again.
@@ -938,7 +1058,7 @@ type StdinRequest struct {
 
 func (x *StdinRequest) Reset() {
 	*x = StdinRequest{}
-	mi := &file_guest_proto_msgTypes[14]
+	mi := &file_guest_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -950,7 +1070,7 @@ func (x *StdinRequest) String() string {
 func (*StdinRequest) ProtoMessage() {}
 
 func (x *StdinRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[14]
+	mi := &file_guest_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -963,7 +1083,7 @@ func (x *StdinRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StdinRequest.ProtoReflect.Descriptor instead.
 func (*StdinRequest) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{14}
+	return file_guest_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *StdinRequest) GetSession() string {
@@ -1005,7 +1125,7 @@ type StdinResponse struct {
 
 func (x *StdinResponse) Reset() {
 	*x = StdinResponse{}
-	mi := &file_guest_proto_msgTypes[15]
+	mi := &file_guest_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1017,7 +1137,7 @@ func (x *StdinResponse) String() string {
 func (*StdinResponse) ProtoMessage() {}
 
 func (x *StdinResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[15]
+	mi := &file_guest_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1030,7 +1150,7 @@ func (x *StdinResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StdinResponse.ProtoReflect.Descriptor instead.
 func (*StdinResponse) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{15}
+	return file_guest_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *StdinResponse) GetAccepted() uint64 {
@@ -1057,7 +1177,7 @@ type SignalRequest struct {
 
 func (x *SignalRequest) Reset() {
 	*x = SignalRequest{}
-	mi := &file_guest_proto_msgTypes[16]
+	mi := &file_guest_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1069,7 +1189,7 @@ func (x *SignalRequest) String() string {
 func (*SignalRequest) ProtoMessage() {}
 
 func (x *SignalRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[16]
+	mi := &file_guest_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1082,7 +1202,7 @@ func (x *SignalRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SignalRequest.ProtoReflect.Descriptor instead.
 func (*SignalRequest) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{16}
+	return file_guest_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *SignalRequest) GetSession() string {
@@ -1107,7 +1227,7 @@ type SignalResponse struct {
 
 func (x *SignalResponse) Reset() {
 	*x = SignalResponse{}
-	mi := &file_guest_proto_msgTypes[17]
+	mi := &file_guest_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1119,7 +1239,7 @@ func (x *SignalResponse) String() string {
 func (*SignalResponse) ProtoMessage() {}
 
 func (x *SignalResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[17]
+	mi := &file_guest_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1132,7 +1252,7 @@ func (x *SignalResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SignalResponse.ProtoReflect.Descriptor instead.
 func (*SignalResponse) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{17}
+	return file_guest_proto_rawDescGZIP(), []int{18}
 }
 
 type ResizeRequest struct {
@@ -1145,7 +1265,7 @@ type ResizeRequest struct {
 
 func (x *ResizeRequest) Reset() {
 	*x = ResizeRequest{}
-	mi := &file_guest_proto_msgTypes[18]
+	mi := &file_guest_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1157,7 +1277,7 @@ func (x *ResizeRequest) String() string {
 func (*ResizeRequest) ProtoMessage() {}
 
 func (x *ResizeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[18]
+	mi := &file_guest_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1170,7 +1290,7 @@ func (x *ResizeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResizeRequest.ProtoReflect.Descriptor instead.
 func (*ResizeRequest) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{18}
+	return file_guest_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *ResizeRequest) GetSession() string {
@@ -1195,7 +1315,7 @@ type ResizeResponse struct {
 
 func (x *ResizeResponse) Reset() {
 	*x = ResizeResponse{}
-	mi := &file_guest_proto_msgTypes[19]
+	mi := &file_guest_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1207,7 +1327,7 @@ func (x *ResizeResponse) String() string {
 func (*ResizeResponse) ProtoMessage() {}
 
 func (x *ResizeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[19]
+	mi := &file_guest_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1220,7 +1340,7 @@ func (x *ResizeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResizeResponse.ProtoReflect.Descriptor instead.
 func (*ResizeResponse) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{19}
+	return file_guest_proto_rawDescGZIP(), []int{20}
 }
 
 type SessionsRequest struct {
@@ -1231,7 +1351,7 @@ type SessionsRequest struct {
 
 func (x *SessionsRequest) Reset() {
 	*x = SessionsRequest{}
-	mi := &file_guest_proto_msgTypes[20]
+	mi := &file_guest_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1243,7 +1363,7 @@ func (x *SessionsRequest) String() string {
 func (*SessionsRequest) ProtoMessage() {}
 
 func (x *SessionsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[20]
+	mi := &file_guest_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1256,19 +1376,21 @@ func (x *SessionsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionsRequest.ProtoReflect.Descriptor instead.
 func (*SessionsRequest) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{20}
+	return file_guest_proto_rawDescGZIP(), []int{21}
 }
 
 type SessionsResponse struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Sessions      []*SessionInfo         `protobuf:"bytes,1,rep,name=sessions,proto3" json:"sessions,omitempty"`
+	state    protoimpl.MessageState `protogen:"open.v1"`
+	Sessions []*SessionInfo         `protobuf:"bytes,1,rep,name=sessions,proto3" json:"sessions,omitempty"`
+	// others is how many processes there are that are neither the supervisor's nor the agent's nor main processes of sessions.
+	Others        uint64 `protobuf:"varint,2,opt,name=others,proto3" json:"others,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *SessionsResponse) Reset() {
 	*x = SessionsResponse{}
-	mi := &file_guest_proto_msgTypes[21]
+	mi := &file_guest_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1280,7 +1402,7 @@ func (x *SessionsResponse) String() string {
 func (*SessionsResponse) ProtoMessage() {}
 
 func (x *SessionsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[21]
+	mi := &file_guest_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1293,7 +1415,7 @@ func (x *SessionsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionsResponse.ProtoReflect.Descriptor instead.
 func (*SessionsResponse) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{21}
+	return file_guest_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *SessionsResponse) GetSessions() []*SessionInfo {
@@ -1301,6 +1423,13 @@ func (x *SessionsResponse) GetSessions() []*SessionInfo {
 		return x.Sessions
 	}
 	return nil
+}
+
+func (x *SessionsResponse) GetOthers() uint64 {
+	if x != nil {
+		return x.Others
+	}
+	return 0
 }
 
 type SessionInfo struct {
@@ -1316,7 +1445,7 @@ type SessionInfo struct {
 
 func (x *SessionInfo) Reset() {
 	*x = SessionInfo{}
-	mi := &file_guest_proto_msgTypes[22]
+	mi := &file_guest_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1328,7 +1457,7 @@ func (x *SessionInfo) String() string {
 func (*SessionInfo) ProtoMessage() {}
 
 func (x *SessionInfo) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[22]
+	mi := &file_guest_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1341,7 +1470,7 @@ func (x *SessionInfo) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionInfo.ProtoReflect.Descriptor instead.
 func (*SessionInfo) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{22}
+	return file_guest_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *SessionInfo) GetSession() string {
@@ -1395,7 +1524,7 @@ type FileInfo struct {
 
 func (x *FileInfo) Reset() {
 	*x = FileInfo{}
-	mi := &file_guest_proto_msgTypes[23]
+	mi := &file_guest_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1407,7 +1536,7 @@ func (x *FileInfo) String() string {
 func (*FileInfo) ProtoMessage() {}
 
 func (x *FileInfo) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[23]
+	mi := &file_guest_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1420,7 +1549,7 @@ func (x *FileInfo) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FileInfo.ProtoReflect.Descriptor instead.
 func (*FileInfo) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{23}
+	return file_guest_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *FileInfo) GetName() string {
@@ -1489,7 +1618,7 @@ type StatRequest struct {
 
 func (x *StatRequest) Reset() {
 	*x = StatRequest{}
-	mi := &file_guest_proto_msgTypes[24]
+	mi := &file_guest_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1501,7 +1630,7 @@ func (x *StatRequest) String() string {
 func (*StatRequest) ProtoMessage() {}
 
 func (x *StatRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[24]
+	mi := &file_guest_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1514,7 +1643,7 @@ func (x *StatRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatRequest.ProtoReflect.Descriptor instead.
 func (*StatRequest) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{24}
+	return file_guest_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *StatRequest) GetPath() string {
@@ -1540,7 +1669,7 @@ type StatResponse struct {
 
 func (x *StatResponse) Reset() {
 	*x = StatResponse{}
-	mi := &file_guest_proto_msgTypes[25]
+	mi := &file_guest_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1552,7 +1681,7 @@ func (x *StatResponse) String() string {
 func (*StatResponse) ProtoMessage() {}
 
 func (x *StatResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[25]
+	mi := &file_guest_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1565,7 +1694,7 @@ func (x *StatResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatResponse.ProtoReflect.Descriptor instead.
 func (*StatResponse) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{25}
+	return file_guest_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *StatResponse) GetInfo() *FileInfo {
@@ -1584,7 +1713,7 @@ type ListRequest struct {
 
 func (x *ListRequest) Reset() {
 	*x = ListRequest{}
-	mi := &file_guest_proto_msgTypes[26]
+	mi := &file_guest_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1596,7 +1725,7 @@ func (x *ListRequest) String() string {
 func (*ListRequest) ProtoMessage() {}
 
 func (x *ListRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[26]
+	mi := &file_guest_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1609,7 +1738,7 @@ func (x *ListRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListRequest.ProtoReflect.Descriptor instead.
 func (*ListRequest) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{26}
+	return file_guest_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *ListRequest) GetPath() string {
@@ -1628,7 +1757,7 @@ type ListResponse struct {
 
 func (x *ListResponse) Reset() {
 	*x = ListResponse{}
-	mi := &file_guest_proto_msgTypes[27]
+	mi := &file_guest_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1640,7 +1769,7 @@ func (x *ListResponse) String() string {
 func (*ListResponse) ProtoMessage() {}
 
 func (x *ListResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[27]
+	mi := &file_guest_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1653,7 +1782,7 @@ func (x *ListResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListResponse.ProtoReflect.Descriptor instead.
 func (*ListResponse) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{27}
+	return file_guest_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *ListResponse) GetEntries() []*FileInfo {
@@ -1675,7 +1804,7 @@ type MkdirRequest struct {
 
 func (x *MkdirRequest) Reset() {
 	*x = MkdirRequest{}
-	mi := &file_guest_proto_msgTypes[28]
+	mi := &file_guest_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1687,7 +1816,7 @@ func (x *MkdirRequest) String() string {
 func (*MkdirRequest) ProtoMessage() {}
 
 func (x *MkdirRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[28]
+	mi := &file_guest_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1700,7 +1829,7 @@ func (x *MkdirRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MkdirRequest.ProtoReflect.Descriptor instead.
 func (*MkdirRequest) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{28}
+	return file_guest_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *MkdirRequest) GetPath() string {
@@ -1739,7 +1868,7 @@ type MkdirResponse struct {
 
 func (x *MkdirResponse) Reset() {
 	*x = MkdirResponse{}
-	mi := &file_guest_proto_msgTypes[29]
+	mi := &file_guest_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1751,7 +1880,7 @@ func (x *MkdirResponse) String() string {
 func (*MkdirResponse) ProtoMessage() {}
 
 func (x *MkdirResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[29]
+	mi := &file_guest_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1764,7 +1893,7 @@ func (x *MkdirResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MkdirResponse.ProtoReflect.Descriptor instead.
 func (*MkdirResponse) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{29}
+	return file_guest_proto_rawDescGZIP(), []int{30}
 }
 
 type MoveRequest struct {
@@ -1777,7 +1906,7 @@ type MoveRequest struct {
 
 func (x *MoveRequest) Reset() {
 	*x = MoveRequest{}
-	mi := &file_guest_proto_msgTypes[30]
+	mi := &file_guest_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1789,7 +1918,7 @@ func (x *MoveRequest) String() string {
 func (*MoveRequest) ProtoMessage() {}
 
 func (x *MoveRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[30]
+	mi := &file_guest_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1802,7 +1931,7 @@ func (x *MoveRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MoveRequest.ProtoReflect.Descriptor instead.
 func (*MoveRequest) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{30}
+	return file_guest_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *MoveRequest) GetFrom() string {
@@ -1827,7 +1956,7 @@ type MoveResponse struct {
 
 func (x *MoveResponse) Reset() {
 	*x = MoveResponse{}
-	mi := &file_guest_proto_msgTypes[31]
+	mi := &file_guest_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1839,7 +1968,7 @@ func (x *MoveResponse) String() string {
 func (*MoveResponse) ProtoMessage() {}
 
 func (x *MoveResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[31]
+	mi := &file_guest_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1852,7 +1981,7 @@ func (x *MoveResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MoveResponse.ProtoReflect.Descriptor instead.
 func (*MoveResponse) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{31}
+	return file_guest_proto_rawDescGZIP(), []int{32}
 }
 
 type RemoveRequest struct {
@@ -1865,7 +1994,7 @@ type RemoveRequest struct {
 
 func (x *RemoveRequest) Reset() {
 	*x = RemoveRequest{}
-	mi := &file_guest_proto_msgTypes[32]
+	mi := &file_guest_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1877,7 +2006,7 @@ func (x *RemoveRequest) String() string {
 func (*RemoveRequest) ProtoMessage() {}
 
 func (x *RemoveRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[32]
+	mi := &file_guest_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1890,7 +2019,7 @@ func (x *RemoveRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RemoveRequest.ProtoReflect.Descriptor instead.
 func (*RemoveRequest) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{32}
+	return file_guest_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *RemoveRequest) GetPath() string {
@@ -1915,7 +2044,7 @@ type RemoveResponse struct {
 
 func (x *RemoveResponse) Reset() {
 	*x = RemoveResponse{}
-	mi := &file_guest_proto_msgTypes[33]
+	mi := &file_guest_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1927,7 +2056,7 @@ func (x *RemoveResponse) String() string {
 func (*RemoveResponse) ProtoMessage() {}
 
 func (x *RemoveResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[33]
+	mi := &file_guest_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1940,7 +2069,7 @@ func (x *RemoveResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RemoveResponse.ProtoReflect.Descriptor instead.
 func (*RemoveResponse) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{33}
+	return file_guest_proto_rawDescGZIP(), []int{34}
 }
 
 type Chunk struct {
@@ -1952,7 +2081,7 @@ type Chunk struct {
 
 func (x *Chunk) Reset() {
 	*x = Chunk{}
-	mi := &file_guest_proto_msgTypes[34]
+	mi := &file_guest_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1964,7 +2093,7 @@ func (x *Chunk) String() string {
 func (*Chunk) ProtoMessage() {}
 
 func (x *Chunk) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[34]
+	mi := &file_guest_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1977,7 +2106,7 @@ func (x *Chunk) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Chunk.ProtoReflect.Descriptor instead.
 func (*Chunk) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{34}
+	return file_guest_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *Chunk) GetData() []byte {
@@ -1999,7 +2128,7 @@ type ReadRequest struct {
 
 func (x *ReadRequest) Reset() {
 	*x = ReadRequest{}
-	mi := &file_guest_proto_msgTypes[35]
+	mi := &file_guest_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2011,7 +2140,7 @@ func (x *ReadRequest) String() string {
 func (*ReadRequest) ProtoMessage() {}
 
 func (x *ReadRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[35]
+	mi := &file_guest_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2024,7 +2153,7 @@ func (x *ReadRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadRequest.ProtoReflect.Descriptor instead.
 func (*ReadRequest) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{35}
+	return file_guest_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *ReadRequest) GetPath() string {
@@ -2065,7 +2194,7 @@ type WriteRequest struct {
 
 func (x *WriteRequest) Reset() {
 	*x = WriteRequest{}
-	mi := &file_guest_proto_msgTypes[36]
+	mi := &file_guest_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2077,7 +2206,7 @@ func (x *WriteRequest) String() string {
 func (*WriteRequest) ProtoMessage() {}
 
 func (x *WriteRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[36]
+	mi := &file_guest_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2090,7 +2219,7 @@ func (x *WriteRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WriteRequest.ProtoReflect.Descriptor instead.
 func (*WriteRequest) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{36}
+	return file_guest_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *WriteRequest) GetOpen() *WriteOpen {
@@ -2122,7 +2251,7 @@ type WriteOpen struct {
 
 func (x *WriteOpen) Reset() {
 	*x = WriteOpen{}
-	mi := &file_guest_proto_msgTypes[37]
+	mi := &file_guest_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2134,7 +2263,7 @@ func (x *WriteOpen) String() string {
 func (*WriteOpen) ProtoMessage() {}
 
 func (x *WriteOpen) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[37]
+	mi := &file_guest_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2147,7 +2276,7 @@ func (x *WriteOpen) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WriteOpen.ProtoReflect.Descriptor instead.
 func (*WriteOpen) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{37}
+	return file_guest_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *WriteOpen) GetPath() string {
@@ -2201,7 +2330,7 @@ type WriteResponse struct {
 
 func (x *WriteResponse) Reset() {
 	*x = WriteResponse{}
-	mi := &file_guest_proto_msgTypes[38]
+	mi := &file_guest_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2213,7 +2342,7 @@ func (x *WriteResponse) String() string {
 func (*WriteResponse) ProtoMessage() {}
 
 func (x *WriteResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[38]
+	mi := &file_guest_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2226,7 +2355,7 @@ func (x *WriteResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WriteResponse.ProtoReflect.Descriptor instead.
 func (*WriteResponse) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{38}
+	return file_guest_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *WriteResponse) GetWritten() uint64 {
@@ -2245,7 +2374,7 @@ type TarOutRequest struct {
 
 func (x *TarOutRequest) Reset() {
 	*x = TarOutRequest{}
-	mi := &file_guest_proto_msgTypes[39]
+	mi := &file_guest_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2257,7 +2386,7 @@ func (x *TarOutRequest) String() string {
 func (*TarOutRequest) ProtoMessage() {}
 
 func (x *TarOutRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[39]
+	mi := &file_guest_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2270,7 +2399,7 @@ func (x *TarOutRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TarOutRequest.ProtoReflect.Descriptor instead.
 func (*TarOutRequest) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{39}
+	return file_guest_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *TarOutRequest) GetPath() string {
@@ -2290,7 +2419,7 @@ type TarInRequest struct {
 
 func (x *TarInRequest) Reset() {
 	*x = TarInRequest{}
-	mi := &file_guest_proto_msgTypes[40]
+	mi := &file_guest_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2302,7 +2431,7 @@ func (x *TarInRequest) String() string {
 func (*TarInRequest) ProtoMessage() {}
 
 func (x *TarInRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[40]
+	mi := &file_guest_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2315,7 +2444,7 @@ func (x *TarInRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TarInRequest.ProtoReflect.Descriptor instead.
 func (*TarInRequest) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{40}
+	return file_guest_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *TarInRequest) GetOpen() *TarInOpen {
@@ -2342,7 +2471,7 @@ type TarInOpen struct {
 
 func (x *TarInOpen) Reset() {
 	*x = TarInOpen{}
-	mi := &file_guest_proto_msgTypes[41]
+	mi := &file_guest_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2354,7 +2483,7 @@ func (x *TarInOpen) String() string {
 func (*TarInOpen) ProtoMessage() {}
 
 func (x *TarInOpen) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[41]
+	mi := &file_guest_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2367,7 +2496,7 @@ func (x *TarInOpen) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TarInOpen.ProtoReflect.Descriptor instead.
 func (*TarInOpen) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{41}
+	return file_guest_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *TarInOpen) GetPath() string {
@@ -2393,7 +2522,7 @@ type TarInResponse struct {
 
 func (x *TarInResponse) Reset() {
 	*x = TarInResponse{}
-	mi := &file_guest_proto_msgTypes[42]
+	mi := &file_guest_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2405,7 +2534,7 @@ func (x *TarInResponse) String() string {
 func (*TarInResponse) ProtoMessage() {}
 
 func (x *TarInResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[42]
+	mi := &file_guest_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2418,7 +2547,7 @@ func (x *TarInResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TarInResponse.ProtoReflect.Descriptor instead.
 func (*TarInResponse) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{42}
+	return file_guest_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *TarInResponse) GetEntries() uint64 {
@@ -2439,7 +2568,7 @@ type TunnelRequest struct {
 
 func (x *TunnelRequest) Reset() {
 	*x = TunnelRequest{}
-	mi := &file_guest_proto_msgTypes[43]
+	mi := &file_guest_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2451,7 +2580,7 @@ func (x *TunnelRequest) String() string {
 func (*TunnelRequest) ProtoMessage() {}
 
 func (x *TunnelRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[43]
+	mi := &file_guest_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2464,7 +2593,7 @@ func (x *TunnelRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TunnelRequest.ProtoReflect.Descriptor instead.
 func (*TunnelRequest) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{43}
+	return file_guest_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *TunnelRequest) GetAddress() string {
@@ -2509,16 +2638,32 @@ const file_guest_proto_rawDesc = "" +
 	"\x06reason\x18\x02 \x01(\tR\x06reason\x12\x18\n" +
 	"\aversion\x18\x03 \x01(\rR\aversion\x12\x14\n" +
 	"\x05epoch\x18\x04 \x01(\x04R\x05epoch\x12\x10\n" +
-	"\x03key\x18\x05 \x01(\fR\x03key\"\xf1\x01\n" +
+	"\x03key\x18\x05 \x01(\fR\x03key\"\x97\x03\n" +
 	"\fSetupRequest\x12\x1a\n" +
 	"\bhostname\x18\x01 \x01(\tR\bhostname\x12&\n" +
 	"\x0fclock_unix_nano\x18\x02 \x01(\x03R\rclockUnixNano\x128\n" +
 	"\x03env\x18\x03 \x03(\v2&.cloche.guest.v1.SetupRequest.EnvEntryR\x03env\x12+\n" +
-	"\x12max_procs_per_user\x18\x04 \x01(\x04R\x0fmaxProcsPerUser\x1a6\n" +
+	"\x12max_procs_per_user\x18\x04 \x01(\x04R\x0fmaxProcsPerUser\x12\x1e\n" +
+	"\n" +
+	"generation\x18\x05 \x01(\x04R\n" +
+	"generation\x12\x1d\n" +
+	"\n" +
+	"machine_id\x18\x06 \x01(\tR\tmachineId\x12\x17\n" +
+	"\aboot_id\x18\a \x01(\tR\x06bootId\x12\x1a\n" +
+	"\brestored\x18\b \x01(\bR\brestored\x12\x18\n" +
+	"\aentropy\x18\t \x01(\fR\aentropy\x12\x16\n" +
+	"\x06source\x18\n" +
+	" \x01(\tR\x06source\x1a6\n" +
 	"\bEnvEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x0f\n" +
-	"\rSetupResponse\"*\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"B\n" +
+	"\rSetupResponse\x121\n" +
+	"\x05hooks\x18\x01 \x03(\v2\x1b.cloche.guest.v1.HookResultR\x05hooks\"L\n" +
+	"\n" +
+	"HookResult\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12\x12\n" +
+	"\x04code\x18\x02 \x01(\x05R\x04code\x12\x16\n" +
+	"\x06output\x18\x03 \x01(\tR\x06output\"*\n" +
 	"\x10OpenExtraRequest\x12\x16\n" +
 	"\x06ticket\x18\x01 \x01(\tR\x06ticket\"\x13\n" +
 	"\x11OpenExtraResponse\"4\n" +
@@ -2579,9 +2724,10 @@ const file_guest_proto_rawDesc = "" +
 	"\asession\x18\x01 \x01(\tR\asession\x12/\n" +
 	"\x04size\x18\x02 \x01(\v2\x1b.cloche.guest.v1.WindowSizeR\x04size\"\x10\n" +
 	"\x0eResizeResponse\"\x11\n" +
-	"\x0fSessionsRequest\"L\n" +
+	"\x0fSessionsRequest\"d\n" +
 	"\x10SessionsResponse\x128\n" +
-	"\bsessions\x18\x01 \x03(\v2\x1c.cloche.guest.v1.SessionInfoR\bsessions\"\x83\x01\n" +
+	"\bsessions\x18\x01 \x03(\v2\x1c.cloche.guest.v1.SessionInfoR\bsessions\x12\x16\n" +
+	"\x06others\x18\x02 \x01(\x04R\x06others\"\x83\x01\n" +
 	"\vSessionInfo\x12\x18\n" +
 	"\asession\x18\x01 \x01(\tR\asession\x12\x10\n" +
 	"\x03pid\x18\x02 \x01(\x03R\x03pid\x12\x16\n" +
@@ -2688,109 +2834,111 @@ func file_guest_proto_rawDescGZIP() []byte {
 	return file_guest_proto_rawDescData
 }
 
-var file_guest_proto_msgTypes = make([]protoimpl.MessageInfo, 46)
+var file_guest_proto_msgTypes = make([]protoimpl.MessageInfo, 47)
 var file_guest_proto_goTypes = []any{
 	(*Hello)(nil),             // 0: cloche.guest.v1.Hello
 	(*HelloAnswer)(nil),       // 1: cloche.guest.v1.HelloAnswer
 	(*SetupRequest)(nil),      // 2: cloche.guest.v1.SetupRequest
 	(*SetupResponse)(nil),     // 3: cloche.guest.v1.SetupResponse
-	(*OpenExtraRequest)(nil),  // 4: cloche.guest.v1.OpenExtraRequest
-	(*OpenExtraResponse)(nil), // 5: cloche.guest.v1.OpenExtraResponse
-	(*WindowSize)(nil),        // 6: cloche.guest.v1.WindowSize
-	(*StartRequest)(nil),      // 7: cloche.guest.v1.StartRequest
-	(*StartResponse)(nil),     // 8: cloche.guest.v1.StartResponse
-	(*FollowRequest)(nil),     // 9: cloche.guest.v1.FollowRequest
-	(*Event)(nil),             // 10: cloche.guest.v1.Event
-	(*Exit)(nil),              // 11: cloche.guest.v1.Exit
-	(*AckRequest)(nil),        // 12: cloche.guest.v1.AckRequest
-	(*AckResponse)(nil),       // 13: cloche.guest.v1.AckResponse
-	(*StdinRequest)(nil),      // 14: cloche.guest.v1.StdinRequest
-	(*StdinResponse)(nil),     // 15: cloche.guest.v1.StdinResponse
-	(*SignalRequest)(nil),     // 16: cloche.guest.v1.SignalRequest
-	(*SignalResponse)(nil),    // 17: cloche.guest.v1.SignalResponse
-	(*ResizeRequest)(nil),     // 18: cloche.guest.v1.ResizeRequest
-	(*ResizeResponse)(nil),    // 19: cloche.guest.v1.ResizeResponse
-	(*SessionsRequest)(nil),   // 20: cloche.guest.v1.SessionsRequest
-	(*SessionsResponse)(nil),  // 21: cloche.guest.v1.SessionsResponse
-	(*SessionInfo)(nil),       // 22: cloche.guest.v1.SessionInfo
-	(*FileInfo)(nil),          // 23: cloche.guest.v1.FileInfo
-	(*StatRequest)(nil),       // 24: cloche.guest.v1.StatRequest
-	(*StatResponse)(nil),      // 25: cloche.guest.v1.StatResponse
-	(*ListRequest)(nil),       // 26: cloche.guest.v1.ListRequest
-	(*ListResponse)(nil),      // 27: cloche.guest.v1.ListResponse
-	(*MkdirRequest)(nil),      // 28: cloche.guest.v1.MkdirRequest
-	(*MkdirResponse)(nil),     // 29: cloche.guest.v1.MkdirResponse
-	(*MoveRequest)(nil),       // 30: cloche.guest.v1.MoveRequest
-	(*MoveResponse)(nil),      // 31: cloche.guest.v1.MoveResponse
-	(*RemoveRequest)(nil),     // 32: cloche.guest.v1.RemoveRequest
-	(*RemoveResponse)(nil),    // 33: cloche.guest.v1.RemoveResponse
-	(*Chunk)(nil),             // 34: cloche.guest.v1.Chunk
-	(*ReadRequest)(nil),       // 35: cloche.guest.v1.ReadRequest
-	(*WriteRequest)(nil),      // 36: cloche.guest.v1.WriteRequest
-	(*WriteOpen)(nil),         // 37: cloche.guest.v1.WriteOpen
-	(*WriteResponse)(nil),     // 38: cloche.guest.v1.WriteResponse
-	(*TarOutRequest)(nil),     // 39: cloche.guest.v1.TarOutRequest
-	(*TarInRequest)(nil),      // 40: cloche.guest.v1.TarInRequest
-	(*TarInOpen)(nil),         // 41: cloche.guest.v1.TarInOpen
-	(*TarInResponse)(nil),     // 42: cloche.guest.v1.TarInResponse
-	(*TunnelRequest)(nil),     // 43: cloche.guest.v1.TunnelRequest
-	nil,                       // 44: cloche.guest.v1.SetupRequest.EnvEntry
-	nil,                       // 45: cloche.guest.v1.StartRequest.EnvEntry
+	(*HookResult)(nil),        // 4: cloche.guest.v1.HookResult
+	(*OpenExtraRequest)(nil),  // 5: cloche.guest.v1.OpenExtraRequest
+	(*OpenExtraResponse)(nil), // 6: cloche.guest.v1.OpenExtraResponse
+	(*WindowSize)(nil),        // 7: cloche.guest.v1.WindowSize
+	(*StartRequest)(nil),      // 8: cloche.guest.v1.StartRequest
+	(*StartResponse)(nil),     // 9: cloche.guest.v1.StartResponse
+	(*FollowRequest)(nil),     // 10: cloche.guest.v1.FollowRequest
+	(*Event)(nil),             // 11: cloche.guest.v1.Event
+	(*Exit)(nil),              // 12: cloche.guest.v1.Exit
+	(*AckRequest)(nil),        // 13: cloche.guest.v1.AckRequest
+	(*AckResponse)(nil),       // 14: cloche.guest.v1.AckResponse
+	(*StdinRequest)(nil),      // 15: cloche.guest.v1.StdinRequest
+	(*StdinResponse)(nil),     // 16: cloche.guest.v1.StdinResponse
+	(*SignalRequest)(nil),     // 17: cloche.guest.v1.SignalRequest
+	(*SignalResponse)(nil),    // 18: cloche.guest.v1.SignalResponse
+	(*ResizeRequest)(nil),     // 19: cloche.guest.v1.ResizeRequest
+	(*ResizeResponse)(nil),    // 20: cloche.guest.v1.ResizeResponse
+	(*SessionsRequest)(nil),   // 21: cloche.guest.v1.SessionsRequest
+	(*SessionsResponse)(nil),  // 22: cloche.guest.v1.SessionsResponse
+	(*SessionInfo)(nil),       // 23: cloche.guest.v1.SessionInfo
+	(*FileInfo)(nil),          // 24: cloche.guest.v1.FileInfo
+	(*StatRequest)(nil),       // 25: cloche.guest.v1.StatRequest
+	(*StatResponse)(nil),      // 26: cloche.guest.v1.StatResponse
+	(*ListRequest)(nil),       // 27: cloche.guest.v1.ListRequest
+	(*ListResponse)(nil),      // 28: cloche.guest.v1.ListResponse
+	(*MkdirRequest)(nil),      // 29: cloche.guest.v1.MkdirRequest
+	(*MkdirResponse)(nil),     // 30: cloche.guest.v1.MkdirResponse
+	(*MoveRequest)(nil),       // 31: cloche.guest.v1.MoveRequest
+	(*MoveResponse)(nil),      // 32: cloche.guest.v1.MoveResponse
+	(*RemoveRequest)(nil),     // 33: cloche.guest.v1.RemoveRequest
+	(*RemoveResponse)(nil),    // 34: cloche.guest.v1.RemoveResponse
+	(*Chunk)(nil),             // 35: cloche.guest.v1.Chunk
+	(*ReadRequest)(nil),       // 36: cloche.guest.v1.ReadRequest
+	(*WriteRequest)(nil),      // 37: cloche.guest.v1.WriteRequest
+	(*WriteOpen)(nil),         // 38: cloche.guest.v1.WriteOpen
+	(*WriteResponse)(nil),     // 39: cloche.guest.v1.WriteResponse
+	(*TarOutRequest)(nil),     // 40: cloche.guest.v1.TarOutRequest
+	(*TarInRequest)(nil),      // 41: cloche.guest.v1.TarInRequest
+	(*TarInOpen)(nil),         // 42: cloche.guest.v1.TarInOpen
+	(*TarInResponse)(nil),     // 43: cloche.guest.v1.TarInResponse
+	(*TunnelRequest)(nil),     // 44: cloche.guest.v1.TunnelRequest
+	nil,                       // 45: cloche.guest.v1.SetupRequest.EnvEntry
+	nil,                       // 46: cloche.guest.v1.StartRequest.EnvEntry
 }
 var file_guest_proto_depIdxs = []int32{
-	44, // 0: cloche.guest.v1.SetupRequest.env:type_name -> cloche.guest.v1.SetupRequest.EnvEntry
-	45, // 1: cloche.guest.v1.StartRequest.env:type_name -> cloche.guest.v1.StartRequest.EnvEntry
-	6,  // 2: cloche.guest.v1.StartRequest.tty:type_name -> cloche.guest.v1.WindowSize
-	11, // 3: cloche.guest.v1.Event.exit:type_name -> cloche.guest.v1.Exit
-	6,  // 4: cloche.guest.v1.ResizeRequest.size:type_name -> cloche.guest.v1.WindowSize
-	22, // 5: cloche.guest.v1.SessionsResponse.sessions:type_name -> cloche.guest.v1.SessionInfo
-	23, // 6: cloche.guest.v1.StatResponse.info:type_name -> cloche.guest.v1.FileInfo
-	23, // 7: cloche.guest.v1.ListResponse.entries:type_name -> cloche.guest.v1.FileInfo
-	37, // 8: cloche.guest.v1.WriteRequest.open:type_name -> cloche.guest.v1.WriteOpen
-	41, // 9: cloche.guest.v1.TarInRequest.open:type_name -> cloche.guest.v1.TarInOpen
-	2,  // 10: cloche.guest.v1.Guest.Setup:input_type -> cloche.guest.v1.SetupRequest
-	4,  // 11: cloche.guest.v1.Guest.OpenExtra:input_type -> cloche.guest.v1.OpenExtraRequest
-	7,  // 12: cloche.guest.v1.Guest.Start:input_type -> cloche.guest.v1.StartRequest
-	9,  // 13: cloche.guest.v1.Guest.Follow:input_type -> cloche.guest.v1.FollowRequest
-	12, // 14: cloche.guest.v1.Guest.Ack:input_type -> cloche.guest.v1.AckRequest
-	14, // 15: cloche.guest.v1.Guest.Stdin:input_type -> cloche.guest.v1.StdinRequest
-	16, // 16: cloche.guest.v1.Guest.Signal:input_type -> cloche.guest.v1.SignalRequest
-	18, // 17: cloche.guest.v1.Guest.Resize:input_type -> cloche.guest.v1.ResizeRequest
-	20, // 18: cloche.guest.v1.Guest.Sessions:input_type -> cloche.guest.v1.SessionsRequest
-	24, // 19: cloche.guest.v1.Guest.Stat:input_type -> cloche.guest.v1.StatRequest
-	26, // 20: cloche.guest.v1.Guest.List:input_type -> cloche.guest.v1.ListRequest
-	28, // 21: cloche.guest.v1.Guest.Mkdir:input_type -> cloche.guest.v1.MkdirRequest
-	30, // 22: cloche.guest.v1.Guest.Move:input_type -> cloche.guest.v1.MoveRequest
-	32, // 23: cloche.guest.v1.Guest.Remove:input_type -> cloche.guest.v1.RemoveRequest
-	35, // 24: cloche.guest.v1.Guest.Read:input_type -> cloche.guest.v1.ReadRequest
-	36, // 25: cloche.guest.v1.Guest.Write:input_type -> cloche.guest.v1.WriteRequest
-	39, // 26: cloche.guest.v1.Guest.TarOut:input_type -> cloche.guest.v1.TarOutRequest
-	40, // 27: cloche.guest.v1.Guest.TarIn:input_type -> cloche.guest.v1.TarInRequest
-	43, // 28: cloche.guest.v1.Guest.Tunnel:input_type -> cloche.guest.v1.TunnelRequest
-	3,  // 29: cloche.guest.v1.Guest.Setup:output_type -> cloche.guest.v1.SetupResponse
-	5,  // 30: cloche.guest.v1.Guest.OpenExtra:output_type -> cloche.guest.v1.OpenExtraResponse
-	8,  // 31: cloche.guest.v1.Guest.Start:output_type -> cloche.guest.v1.StartResponse
-	10, // 32: cloche.guest.v1.Guest.Follow:output_type -> cloche.guest.v1.Event
-	13, // 33: cloche.guest.v1.Guest.Ack:output_type -> cloche.guest.v1.AckResponse
-	15, // 34: cloche.guest.v1.Guest.Stdin:output_type -> cloche.guest.v1.StdinResponse
-	17, // 35: cloche.guest.v1.Guest.Signal:output_type -> cloche.guest.v1.SignalResponse
-	19, // 36: cloche.guest.v1.Guest.Resize:output_type -> cloche.guest.v1.ResizeResponse
-	21, // 37: cloche.guest.v1.Guest.Sessions:output_type -> cloche.guest.v1.SessionsResponse
-	25, // 38: cloche.guest.v1.Guest.Stat:output_type -> cloche.guest.v1.StatResponse
-	27, // 39: cloche.guest.v1.Guest.List:output_type -> cloche.guest.v1.ListResponse
-	29, // 40: cloche.guest.v1.Guest.Mkdir:output_type -> cloche.guest.v1.MkdirResponse
-	31, // 41: cloche.guest.v1.Guest.Move:output_type -> cloche.guest.v1.MoveResponse
-	33, // 42: cloche.guest.v1.Guest.Remove:output_type -> cloche.guest.v1.RemoveResponse
-	34, // 43: cloche.guest.v1.Guest.Read:output_type -> cloche.guest.v1.Chunk
-	38, // 44: cloche.guest.v1.Guest.Write:output_type -> cloche.guest.v1.WriteResponse
-	34, // 45: cloche.guest.v1.Guest.TarOut:output_type -> cloche.guest.v1.Chunk
-	42, // 46: cloche.guest.v1.Guest.TarIn:output_type -> cloche.guest.v1.TarInResponse
-	34, // 47: cloche.guest.v1.Guest.Tunnel:output_type -> cloche.guest.v1.Chunk
-	29, // [29:48] is the sub-list for method output_type
-	10, // [10:29] is the sub-list for method input_type
-	10, // [10:10] is the sub-list for extension type_name
-	10, // [10:10] is the sub-list for extension extendee
-	0,  // [0:10] is the sub-list for field type_name
+	45, // 0: cloche.guest.v1.SetupRequest.env:type_name -> cloche.guest.v1.SetupRequest.EnvEntry
+	4,  // 1: cloche.guest.v1.SetupResponse.hooks:type_name -> cloche.guest.v1.HookResult
+	46, // 2: cloche.guest.v1.StartRequest.env:type_name -> cloche.guest.v1.StartRequest.EnvEntry
+	7,  // 3: cloche.guest.v1.StartRequest.tty:type_name -> cloche.guest.v1.WindowSize
+	12, // 4: cloche.guest.v1.Event.exit:type_name -> cloche.guest.v1.Exit
+	7,  // 5: cloche.guest.v1.ResizeRequest.size:type_name -> cloche.guest.v1.WindowSize
+	23, // 6: cloche.guest.v1.SessionsResponse.sessions:type_name -> cloche.guest.v1.SessionInfo
+	24, // 7: cloche.guest.v1.StatResponse.info:type_name -> cloche.guest.v1.FileInfo
+	24, // 8: cloche.guest.v1.ListResponse.entries:type_name -> cloche.guest.v1.FileInfo
+	38, // 9: cloche.guest.v1.WriteRequest.open:type_name -> cloche.guest.v1.WriteOpen
+	42, // 10: cloche.guest.v1.TarInRequest.open:type_name -> cloche.guest.v1.TarInOpen
+	2,  // 11: cloche.guest.v1.Guest.Setup:input_type -> cloche.guest.v1.SetupRequest
+	5,  // 12: cloche.guest.v1.Guest.OpenExtra:input_type -> cloche.guest.v1.OpenExtraRequest
+	8,  // 13: cloche.guest.v1.Guest.Start:input_type -> cloche.guest.v1.StartRequest
+	10, // 14: cloche.guest.v1.Guest.Follow:input_type -> cloche.guest.v1.FollowRequest
+	13, // 15: cloche.guest.v1.Guest.Ack:input_type -> cloche.guest.v1.AckRequest
+	15, // 16: cloche.guest.v1.Guest.Stdin:input_type -> cloche.guest.v1.StdinRequest
+	17, // 17: cloche.guest.v1.Guest.Signal:input_type -> cloche.guest.v1.SignalRequest
+	19, // 18: cloche.guest.v1.Guest.Resize:input_type -> cloche.guest.v1.ResizeRequest
+	21, // 19: cloche.guest.v1.Guest.Sessions:input_type -> cloche.guest.v1.SessionsRequest
+	25, // 20: cloche.guest.v1.Guest.Stat:input_type -> cloche.guest.v1.StatRequest
+	27, // 21: cloche.guest.v1.Guest.List:input_type -> cloche.guest.v1.ListRequest
+	29, // 22: cloche.guest.v1.Guest.Mkdir:input_type -> cloche.guest.v1.MkdirRequest
+	31, // 23: cloche.guest.v1.Guest.Move:input_type -> cloche.guest.v1.MoveRequest
+	33, // 24: cloche.guest.v1.Guest.Remove:input_type -> cloche.guest.v1.RemoveRequest
+	36, // 25: cloche.guest.v1.Guest.Read:input_type -> cloche.guest.v1.ReadRequest
+	37, // 26: cloche.guest.v1.Guest.Write:input_type -> cloche.guest.v1.WriteRequest
+	40, // 27: cloche.guest.v1.Guest.TarOut:input_type -> cloche.guest.v1.TarOutRequest
+	41, // 28: cloche.guest.v1.Guest.TarIn:input_type -> cloche.guest.v1.TarInRequest
+	44, // 29: cloche.guest.v1.Guest.Tunnel:input_type -> cloche.guest.v1.TunnelRequest
+	3,  // 30: cloche.guest.v1.Guest.Setup:output_type -> cloche.guest.v1.SetupResponse
+	6,  // 31: cloche.guest.v1.Guest.OpenExtra:output_type -> cloche.guest.v1.OpenExtraResponse
+	9,  // 32: cloche.guest.v1.Guest.Start:output_type -> cloche.guest.v1.StartResponse
+	11, // 33: cloche.guest.v1.Guest.Follow:output_type -> cloche.guest.v1.Event
+	14, // 34: cloche.guest.v1.Guest.Ack:output_type -> cloche.guest.v1.AckResponse
+	16, // 35: cloche.guest.v1.Guest.Stdin:output_type -> cloche.guest.v1.StdinResponse
+	18, // 36: cloche.guest.v1.Guest.Signal:output_type -> cloche.guest.v1.SignalResponse
+	20, // 37: cloche.guest.v1.Guest.Resize:output_type -> cloche.guest.v1.ResizeResponse
+	22, // 38: cloche.guest.v1.Guest.Sessions:output_type -> cloche.guest.v1.SessionsResponse
+	26, // 39: cloche.guest.v1.Guest.Stat:output_type -> cloche.guest.v1.StatResponse
+	28, // 40: cloche.guest.v1.Guest.List:output_type -> cloche.guest.v1.ListResponse
+	30, // 41: cloche.guest.v1.Guest.Mkdir:output_type -> cloche.guest.v1.MkdirResponse
+	32, // 42: cloche.guest.v1.Guest.Move:output_type -> cloche.guest.v1.MoveResponse
+	34, // 43: cloche.guest.v1.Guest.Remove:output_type -> cloche.guest.v1.RemoveResponse
+	35, // 44: cloche.guest.v1.Guest.Read:output_type -> cloche.guest.v1.Chunk
+	39, // 45: cloche.guest.v1.Guest.Write:output_type -> cloche.guest.v1.WriteResponse
+	35, // 46: cloche.guest.v1.Guest.TarOut:output_type -> cloche.guest.v1.Chunk
+	43, // 47: cloche.guest.v1.Guest.TarIn:output_type -> cloche.guest.v1.TarInResponse
+	35, // 48: cloche.guest.v1.Guest.Tunnel:output_type -> cloche.guest.v1.Chunk
+	30, // [30:49] is the sub-list for method output_type
+	11, // [11:30] is the sub-list for method input_type
+	11, // [11:11] is the sub-list for extension type_name
+	11, // [11:11] is the sub-list for extension extendee
+	0,  // [0:11] is the sub-list for field type_name
 }
 
 func init() { file_guest_proto_init() }
@@ -2798,7 +2946,7 @@ func file_guest_proto_init() {
 	if File_guest_proto != nil {
 		return
 	}
-	file_guest_proto_msgTypes[10].OneofWrappers = []any{
+	file_guest_proto_msgTypes[11].OneofWrappers = []any{
 		(*Event_Stdout)(nil),
 		(*Event_Stderr)(nil),
 		(*Event_Exit)(nil),
@@ -2809,7 +2957,7 @@ func file_guest_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_guest_proto_rawDesc), len(file_guest_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   46,
+			NumMessages:   47,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

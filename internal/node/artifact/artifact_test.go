@@ -129,7 +129,7 @@ func TestEmbedded(t *testing.T) {
 		t.Errorf("what the build lacks: %v", err)
 	}
 	build("another")
-	g, err := s.Guests()
+	g, err := s.Builds(GuestName)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -67,27 +67,28 @@ func (s *Store) Embedded(name string) (Artifact, error) {
 	return a, sys.WriteFileAtomic(s.notes(), data, 0o600)
 }
 
-// Guests finds guest binaries by hash.
-type Guests struct {
+// Builds finds the binaries of one name by hash: the one that this build of
+// Cloche carries, and those that earlier ones left.
+type Builds struct {
 	store   *Store
 	current Artifact
 }
 
-// Guests returns the guest binaries of the store; new machines get the one
-// that this build carries.
-func (s *Store) Guests() (*Guests, error) {
-	a, err := s.Embedded(GuestName)
+// Builds returns the builds of the binary called name, unpacking the one that
+// this build carries.
+func (s *Store) Builds(name string) (*Builds, error) {
+	a, err := s.Embedded(name)
 	if err != nil {
 		return nil, err
 	}
-	return &Guests{store: s, current: a}, nil
+	return &Builds{store: s, current: a}, nil
 }
 
 // Current returns the hash of the binary for new machines.
-func (g *Guests) Current() string { return g.current.Hash }
+func (b *Builds) Current() string { return b.current.Hash }
 
-// Path returns a binary's file.
-func (g *Guests) Path(hash string) (string, error) {
-	a, err := g.store.Get(hash, GuestName)
+// Path returns a build's file.
+func (b *Builds) Path(hash string) (string, error) {
+	a, err := b.store.Get(hash, b.current.Name)
 	return a.Path, err
 }

@@ -48,10 +48,78 @@ type Driver interface {
 	// Discard removes every trace of a machine, killing it first if need be.
 	// It is idempotent, and succeeds for an id that never existed.
 	Discard(ctx context.Context, id string) error
+
+	Restorer
 }
 
-// Machine is one machine that was created or adopted.
+// Restorer is the part of a Driver that makes machines from images.
+type Restorer interface {
+	// Traits tells what holds for every machine of this driver on this host.
+	Traits() Traits
+
+	// Missing tells why this host can't restore an image that needs these
+	// things, nil when it can: a FailedPrecondition whose code names the thing
+	// ("needs_driver", "needs_engine", "needs_format", "needs_cpu"). Artifacts
+	// and templates are the caller's to look for.
+	Missing(needs sandbox.Needs) error
+
+	// Restore makes a machine from an image that Snapshot wrote, whose files
+	// the caller has verified and keeps until the machine's end. Of a memory
+	// image: with every process where it stood, whatever spec.ID is. Of a disk
+	// image: as Create does, with that disk. spec is the new machine's own
+	// (id, name, namespace, socket); Image, Guest and Resources must be what they
+	// were for a memory image. For the rest it is as Create.
+	Restore(ctx context.Context, spec Spec, image Image) (Machine, error)
+}
+
+// Machine is one machine that was created, restored or adopted.
 type Machine interface {
+	Living
+	Pauser
+	Snapshotter
+}
+
+// Pauser is the part of a Machine that stands still in memory. Both calls are
+// idempotent. A paused machine stays paused when the daemon or the driver's
+// helpers end, and can be adopted, killed and discarded.
+type Pauser interface {
+	// Pause returns when no process of the guest runs any more. The guest's
+	// connections stay open.
+	Pause(ctx context.Context) error
+	// Resume lets them go on.
+	Resume(ctx context.Context) error
+	// Paused tells which of the two holds.
+	Paused(ctx context.Context) (bool, error)
+}
+
+// Snapshotter is the part of a Machine that writes images of it.
+type Snapshotter interface {
+	// Snapshot writes an image into dir, an empty directory of the caller's,
+	// and returns what it needs to be restored. The machine stands still while its
+	// state is taken and is then as it was: running, or paused. What it wrote is
+	// neither synced nor hashed: the caller does that, and removes dir on an error.
+	//
+	// A memory image ends every connection that the agent has dialled, if only
+	// in the machine itself, so that the caller closes its ends first; it keeps the
+	// listener, and the agent dials again. A disk image ends none.
+	Snapshot(ctx context.Context, dir string, kind sandbox.SnapshotKind) (Image, error)
+}
+
+// Image is what Snapshot wrote.
+type Image struct {
+	Dir   string // absolute; the files in it are the driver's own business
+	Kind  sandbox.SnapshotKind
+	Needs sandbox.Needs // Format and Digest are the caller's
+	Stood time.Duration // how long the machine stood still
+}
+
+// Traits are what a driver's machines have in common.
+type Traits struct {
+	Durability sandbox.Durability
+}
+
+// Living is the part of a Machine that every use of it needs.
+type Living interface {
 	// ID is the sandbox's id.
 	ID() string
 

@@ -140,9 +140,9 @@ func (l *Link) shake(conn net.Conn) (*guestv1.Hello, *guestv1.HelloAnswer, error
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	proven := guestapi.Proves(hello, l.cfg.Key, nonce)
 	control := hello.GetPurpose() == guestapi.PurposeControl
-	if !proven && (l.welcomed || !control || len(hello.GetProof()) != 0) {
+	proven := guestapi.Proves(hello, l.cfg.Key, nonce)
+	if !proven && (l.welcomed || !control || !l.newcomer(hello, nonce)) {
 		return nil, nil, errors.New("no proof")
 	}
 	version, ok := guestapi.Negotiate(hello.GetMinVersion(), hello.GetMaxVersion())
@@ -159,6 +159,17 @@ func (l *Link) shake(conn net.Conn) (*guestv1.Hello, *guestv1.HelloAnswer, error
 		return nil, nil, errors.New("unknown ticket")
 	}
 	return hello, answer, nil
+}
+
+// newcomer tells whether hello may come from a guest that has yet to be given
+// its key: in a machine that was restored it proves the key of the image, in a
+// fresh one it can prove nothing. A restored guest without proof is never
+// believed, since its users' processes live already.
+func (l *Link) newcomer(hello *guestv1.Hello, nonce guestapi.Nonce) bool {
+	if len(l.cfg.Former) != 0 {
+		return guestapi.Proves(hello, l.cfg.Former, nonce)
+	}
+	return len(hello.GetProof()) == 0
 }
 
 // deliver hands an extra connection to who asked for it. A ticket is good once.
@@ -178,11 +189,17 @@ func (l *Link) deliver(p *peer, ticket string) {
 
 // welcome gives the guest its setup, then records that it has its key.
 func (l *Link) welcome(p *peer) error {
-	ctx, cancel := context.WithTimeout(l.ctx, setupTimeout)
+	limit := setupTimeout
+	if l.cfg.Setup.GetRestored() {
+		limit += hooksTimeout
+	}
+	ctx, cancel := context.WithTimeout(l.ctx, limit)
 	defer cancel()
-	if _, err := p.rpc.Setup(ctx, connect.NewRequest(l.setupNow())); err != nil {
+	answer, err := p.rpc.Setup(ctx, connect.NewRequest(l.setupNow()))
+	if err != nil {
 		return guestapi.FromRPC(err)
 	}
+	l.tell(answer.Msg)
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.welcomed {
@@ -195,6 +212,22 @@ func (l *Link) welcome(p *peer) error {
 	}
 	l.welcomed = true
 	return nil
+}
+
+// tell logs which hooks failed, without their output, and hands the answer on.
+func (l *Link) tell(answer *guestv1.SetupResponse) {
+	failed := 0
+	for _, h := range answer.GetHooks() {
+		if h.GetCode() != 0 {
+			failed++
+		}
+	}
+	if failed > 0 {
+		l.cfg.Log.Warn("on_restore hooks of the guest failed", "failed", failed, "of", len(answer.GetHooks()))
+	}
+	if l.cfg.SetUp != nil {
+		l.cfg.SetUp(answer)
+	}
 }
 
 // live publishes p, displacing an older one, until p ends.

@@ -13,15 +13,15 @@ import (
 	"cloche.dev/cloche/internal/guestapi/guestv1/guestv1connect"
 )
 
-// What a guest may make us hold, and how long we wait for it.
+// What a guest may make us hold, and how long we wait for it. There are no
+// pings: a paused guest answers none, and its tunnels are to outlast that. That
+// a peer has ended, the connection tells; that it is stuck, the deadline of a call.
 const (
 	maxMessage   = 2 << 20
 	maxHeaders   = 64 << 10
 	maxFrame     = 512 << 10
 	connWindow   = 4<<20 - 1
 	streamWindow = 2 << 20
-	pingIdle     = 20 * time.Second
-	pingTimeout  = 15 * time.Second
 	writeTimeout = 30 * time.Second
 )
 
@@ -50,7 +50,7 @@ func newPeer(ctx context.Context, conn net.Conn) (*peer, error) {
 		MaxResponseHeaderBytes: maxHeaders,
 		HTTP2: &http.HTTP2Config{
 			MaxReadFrameSize: maxFrame, MaxReceiveBufferPerConnection: connWindow, MaxReceiveBufferPerStream: streamWindow,
-			SendPingTimeout: pingIdle, PingTimeout: pingTimeout, WriteByteTimeout: writeTimeout, StrictMaxConcurrentRequests: true,
+			WriteByteTimeout: writeTimeout, StrictMaxConcurrentRequests: true,
 		},
 	}
 	t.Protocols.SetUnencryptedHTTP2(true)

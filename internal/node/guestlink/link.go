@@ -7,8 +7,9 @@
 // read is bounded in size, number and time, and nothing that a guest sends
 // can block or grow the host. A connection without proof never displaces one
 // with. A client is published only after the guest took its setup, and, on a
-// fresh machine, only after it was recorded that the guest has its key: so no
-// process of a user exists before every hello needs its proof.
+// fresh or restored machine, only after it was recorded that the guest has its
+// key: so no process of a user exists in a fresh one before every hello needs
+// its proof, and what an image's key proves ends with the first welcome.
 //
 // internal/node calls it, one Link per machine.
 package guestlink
@@ -36,20 +37,28 @@ const (
 	maxPending    = 4 // connections that have not proven themselves
 	helloTimeout  = 5 * time.Second
 	setupTimeout  = 30 * time.Second
-	maxExtra      = 64 // extra connections, asked for and open
+	hooksTimeout  = 45 * time.Second // what the guest's on_restore hooks may add to it
+	maxExtra      = 64               // extra connections, asked for and open
+	entropySize   = 64
 	unprovenPause = 2 * time.Millisecond
 	listenRetry   = 100 * time.Millisecond
 )
 
 // Config is what a Link needs to know about its machine.
 type Config struct {
-	Listen   func() (net.Listener, error) // the machine's listener, anew after each Close (driver.Machine.Guest)
-	Key      []byte                       // the sandbox's key
-	Welcomed bool                         // the guest has the key: every hello needs its proof
-	Welcome  func() error                 // records that the guest has the key, before any client is given out
+	Listen func() (net.Listener, error) // the machine's listener, anew after each Close (driver.Machine.Guest)
+	Key    []byte                       // the sandbox's key
+	// Former is the key that the guest has in the image it was restored from.
+	// Until it was welcomed it may prove itself with that, and is answered with Key.
+	Former   []byte
+	Welcomed bool         // the guest has the key: every hello needs its proof
+	Welcome  func() error // records that the guest has the key, before any client is given out
 	Epoch    uint64
-	Setup    *guestv1.SetupRequest // its clock is filled in at each hello
-	Log      *slog.Logger
+	Setup    *guestv1.SetupRequest // its clock and entropy are filled in at each hello
+	// SetUp, where not nil, is told what the guest answered each Setup with,
+	// which is the guest's own word. It must not wait.
+	SetUp func(*guestv1.SetupResponse)
+	Log   *slog.Logger
 }
 
 // Link is the connection to one machine's agent, however often it is made anew.
@@ -61,6 +70,8 @@ type Link struct {
 	slots  chan struct{} // tokens of extra connections
 
 	mu       sync.Mutex
+	extras   int           // extra connections, asked for and open
+	fewer    chan struct{} // closed and replaced when extras becomes 0
 	ln       net.Listener
 	welcomed bool
 	pending  []net.Conn
@@ -81,7 +92,7 @@ func Start(cfg Config) *Link {
 	}
 	l := &Link{
 		cfg: cfg, ctx: ctx, cancel: cancel, welcomed: cfg.Welcomed, changed: make(chan struct{}),
-		tickets: map[string]chan *peer{}, slots: make(chan struct{}, maxExtra),
+		fewer: make(chan struct{}), tickets: map[string]chan *peer{}, slots: make(chan struct{}, maxExtra),
 		connected: make(chan struct{}, 1),
 	}
 	l.wg.Go(l.listen)
@@ -171,16 +182,55 @@ func (l *Link) Extra(ctx context.Context) (guestv1connect.GuestClient, io.Closer
 	case <-ctx.Done():
 		return nil, nil, sandbox.Errorf(sandbox.Unavailable, "too_many_transfers", "%d transfers and tunnels to this sandbox are open", maxExtra)
 	}
+	l.count(1)
 	p, err := l.extra(ctx)
 	if err != nil {
+		l.count(-1)
 		<-l.slots
 		return nil, nil, err
 	}
 	stop := context.AfterFunc(l.ctx, func() { _ = p.Close() })
 	return p.rpc, &extraConn{peer: p, free: func() {
 		stop()
+		l.count(-1)
 		<-l.slots
 	}}, nil
+}
+
+func (l *Link) count(by int) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.extras += by; l.extras == 0 {
+		close(l.fewer)
+		l.fewer = make(chan struct{})
+	}
+}
+
+// Extras counts the extra connections that have been asked for and not been
+// closed yet: transfers and tunnels under way.
+func (l *Link) Extras() int {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.extras
+}
+
+// WaitExtras waits until there are none, and returns ctx's error when that
+// ends first. New ones may be asked for right after.
+func (l *Link) WaitExtras(ctx context.Context) error {
+	l.mu.Lock()
+	n, fewer := l.extras, l.fewer
+	l.mu.Unlock()
+	if n == 0 {
+		return nil
+	}
+	select {
+	case <-fewer:
+		return nil
+	case <-l.ctx.Done():
+		return nil // they were cut
+	case <-ctx.Done():
+		return ctx.Err()
+	}
 }
 
 type extraConn struct {
@@ -229,12 +279,14 @@ func (l *Link) extra(ctx context.Context) (*peer, error) {
 	return nil, guestapi.FromRPC(err)
 }
 
-// setupNow is the setup with the clock of now.
+// setupNow is the setup with the clock of now and fresh entropy.
 func (l *Link) setupNow() *guestv1.SetupRequest {
 	m := new(guestv1.SetupRequest)
 	if l.cfg.Setup != nil {
 		m = proto.CloneOf(l.cfg.Setup)
 	}
 	m.ClockUnixNano = time.Now().UnixNano()
+	m.Entropy = make([]byte, entropySize)
+	rand.Read(m.Entropy) // never fails
 	return m
 }

@@ -68,23 +68,10 @@ func (f *fixture) dial() net.Conn {
 	}
 }
 
-// hello shakes hands with the given key, nil for none.
+// hello shakes hands for a control connection with the given key, nil for none.
 func (f *fixture) hello(key []byte) (net.Conn, *guestv1.HelloAnswer, error) {
 	f.t.Helper()
-	c := f.dial()
-	nonce, err := guestapi.ReadChallenge(c)
-	if err != nil {
-		return c, nil, err
-	}
-	h := &guestv1.Hello{MinVersion: 1, MaxVersion: 1, Purpose: guestapi.PurposeControl}
-	if key != nil {
-		h.Proof = guestapi.Proof(key, nonce, h.Purpose, "")
-	}
-	if err := guestapi.WriteHello(c, h); err != nil {
-		return c, nil, err
-	}
-	a, err := guestapi.ReadAnswer(c)
-	return c, a, err
+	return f.say(key, guestapi.PurposeControl, "")
 }
 
 func TestForgedHellos(t *testing.T) {

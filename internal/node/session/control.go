@@ -8,6 +8,7 @@ import (
 
 	"connectrpc.com/connect"
 
+	"cloche.dev/cloche/internal/guestapi"
 	"cloche.dev/cloche/internal/guestapi/guestv1"
 	"cloche.dev/cloche/internal/guestapi/guestv1/guestv1connect"
 	"cloche.dev/cloche/internal/node/session/log"
@@ -31,7 +32,7 @@ func (m *Manager) Start(ctx context.Context, ref Ref) (State, error) {
 	case Expired:
 		return State{}, expired(ref)
 	case Created, Starting:
-		if err := m.machineEnd(ref.Sandbox); err != nil {
+		if err := m.absent(ref.Sandbox); err != nil {
 			return State{}, err
 		}
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), callTimeout)
@@ -43,18 +44,36 @@ func (m *Manager) Start(ctx context.Context, ref Ref) (State, error) {
 	return m.state(e)
 }
 
-// machineEnd returns an error when the sandbox's machine has ended.
-func (m *Manager) machineEnd(sandboxID string) error {
+// absent returns an error when the sandbox's machine has ended, or was let go
+// to be restored.
+func (m *Manager) absent(sandboxID string) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.closed {
 		return closedError()
 	}
-	if b := m.boxes[sandboxID]; b != nil && b.end != nil {
+	b := m.boxes[sandboxID]
+	switch {
+	case b == nil:
+	case b.held:
+		return sandbox.Errorf(sandbox.FailedPrecondition, "machine_held", "sandbox %s is suspended", sandboxID).
+			WithHint("cloche wake %s brings it back", sandboxID)
+	case b.end != nil && b.end.Reason == sandbox.EndStopped:
+		return sandbox.Errorf(sandbox.FailedPrecondition, "machine_ended", "sandbox %s is stopped", sandboxID).
+			WithHint("cloche wake %s starts it again", sandboxID)
+	case b.end != nil:
 		return sandbox.Errorf(sandbox.FailedPrecondition, "machine_ended", "the machine of sandbox %s has ended: %s", sandboxID, b.end.Reason).
 			WithHint("cloche inspect %s tells more", sandboxID)
 	}
 	return nil
+}
+
+// ends tells whether the sandbox's machine has ended.
+func (m *Manager) ends(sandboxID string) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	b := m.boxes[sandboxID]
+	return b != nil && b.end != nil
 }
 
 // start is called with e.op held, of a session that is Created or Starting.
@@ -79,15 +98,15 @@ func (m *Manager) start(ctx context.Context, e *entry, status Status) error {
 	if s == nil {
 		return nil // it ended meanwhile
 	}
-	answer, err := client.Start(ctx, connect.NewRequest(startRequest(s)))
+	answer, err := client.Start(ctx, connect.NewRequest(startRequest(e.guest, s)))
 	if err != nil {
 		if refused(err) && status == Created {
 			e.setStatus(Starting, Created)
-		} else if end := m.machineEnd(e.ref.Sandbox); end != nil {
+		} else if m.ends(e.ref.Sandbox) {
 			// MachineEnded may have looked before the intent was there.
 			m.lose(e, l, string(sandbox.EndUnknown), "the machine ended while the command was being started")
 		}
-		return guestError(err)
+		return guestapi.FromRPC(err)
 	}
 	return m.started(e, l, answer.Msg)
 }
@@ -137,10 +156,10 @@ func (m *Manager) started(e *entry, l *log.Log, answer *guestv1.StartResponse) e
 	return m.startFollower(e)
 }
 
-func startRequest(s *sandbox.Session) *guestv1.StartRequest {
+func startRequest(guest string, s *sandbox.Session) *guestv1.StartRequest {
 	p := s.Process
 	r := &guestv1.StartRequest{
-		Session: s.ID, Args: p.Args, Env: p.Env, Cwd: p.Cwd, User: p.User,
+		Session: guest, Args: p.Args, Env: p.Env, Cwd: p.Cwd, User: p.User,
 		Stdin: p.Stdin, TimeoutMs: p.Timeout.Milliseconds(),
 	}
 	if p.Timeout > 0 && r.TimeoutMs == 0 {
@@ -177,13 +196,13 @@ func (m *Manager) Stdin(ctx context.Context, ref Ref, offset uint64, data []byte
 	if len(data) > maxEvent {
 		return 0, sandbox.Errorf(sandbox.Invalid, "stdin_too_large", "at most %d bytes of stdin at once", maxEvent)
 	}
-	client, err := m.runningGuest(ctx, ref)
+	client, guest, err := m.runningGuest(ctx, ref)
 	if err != nil {
 		return 0, err
 	}
-	answer, err := client.Stdin(ctx, connect.NewRequest(&guestv1.StdinRequest{Session: ref.Session, Offset: offset, Data: data, Close: closing}))
+	answer, err := client.Stdin(ctx, connect.NewRequest(&guestv1.StdinRequest{Session: guest, Offset: offset, Data: data, Close: closing}))
 	if err != nil {
-		return 0, guestError(err)
+		return 0, guestapi.FromRPC(err)
 	}
 	return answer.Msg.GetAccepted(), nil
 }
@@ -193,40 +212,44 @@ func (m *Manager) Signal(ctx context.Context, ref Ref, signal int) error {
 	if signal < 1 || signal > 64 {
 		return sandbox.Errorf(sandbox.Invalid, "bad_signal", "%d is not a signal", signal)
 	}
-	client, err := m.runningGuest(ctx, ref)
+	client, guest, err := m.runningGuest(ctx, ref)
 	if err != nil {
 		return err
 	}
-	_, err = client.Signal(ctx, connect.NewRequest(&guestv1.SignalRequest{Session: ref.Session, Signal: int32(signal)}))
-	return guestError(err)
+	_, err = client.Signal(ctx, connect.NewRequest(&guestv1.SignalRequest{Session: guest, Signal: int32(signal)}))
+	return guestapi.FromRPC(err)
 }
 
 // Resize tells the command's terminal its size.
 func (m *Manager) Resize(ctx context.Context, ref Ref, size sandbox.WindowSize) error {
-	client, err := m.runningGuest(ctx, ref)
+	client, guest, err := m.runningGuest(ctx, ref)
 	if err != nil {
 		return err
 	}
-	_, err = client.Resize(ctx, connect.NewRequest(&guestv1.ResizeRequest{Session: ref.Session, Size: windowSize(size)}))
-	return guestError(err)
+	_, err = client.Resize(ctx, connect.NewRequest(&guestv1.ResizeRequest{Session: guest, Size: windowSize(size)}))
+	return guestapi.FromRPC(err)
 }
 
-// runningGuest finds the guest of a session that runs.
-func (m *Manager) runningGuest(ctx context.Context, ref Ref) (guestv1connect.GuestClient, error) {
+// runningGuest finds the guest of a session that runs, and what that calls it.
+func (m *Manager) runningGuest(ctx context.Context, ref Ref) (guestv1connect.GuestClient, string, error) {
 	e, err := m.get(ref)
 	if err != nil {
-		return nil, err
+		return nil, "", err
 	}
 	e.mu.Lock()
 	status := e.status
 	e.mu.Unlock()
 	switch status {
 	case Expired:
-		return nil, expired(ref)
+		return nil, "", expired(ref)
 	case Running:
-		return m.opt.Guests.Client(ctx, ref.Sandbox)
+		if err := m.absent(ref.Sandbox); err != nil {
+			return nil, "", err
+		}
+		client, err := m.opt.Guests.Client(ctx, ref.Sandbox)
+		return client, e.guest, err
 	}
-	return nil, notRunning(ref)
+	return nil, "", notRunning(ref)
 }
 
 func notRunning(ref Ref) error {
@@ -243,34 +266,4 @@ func refused(err error) bool {
 		return true
 	}
 	return false
-}
-
-// guestError classes what a guest answered. Its text is the guest's: bounded.
-func guestError(err error) error {
-	if err == nil {
-		return nil
-	}
-	var known *sandbox.Error
-	if errors.As(err, &known) {
-		return known
-	}
-	message := err.Error()
-	var ce *connect.Error
-	if errors.As(err, &ce) {
-		message = ce.Message()
-	}
-	message = text(message)
-	switch connect.CodeOf(err) {
-	case connect.CodeInvalidArgument, connect.CodeOutOfRange:
-		return sandbox.Errorf(sandbox.Invalid, "guest_invalid", "the sandbox refused: %s", message)
-	case connect.CodeNotFound:
-		return sandbox.Errorf(sandbox.NotFound, "guest_not_found", "the sandbox does not know it: %s", message)
-	case connect.CodeFailedPrecondition, connect.CodeUnimplemented, connect.CodePermissionDenied, connect.CodeAlreadyExists:
-		return sandbox.Errorf(sandbox.FailedPrecondition, "guest_refused", "the sandbox refused: %s", message)
-	case connect.CodeResourceExhausted:
-		return sandbox.Errorf(sandbox.Quota, "guest_exhausted", "the sandbox has no room: %s", message)
-	case connect.CodeDeadlineExceeded, connect.CodeCanceled:
-		return sandbox.Errorf(sandbox.Unavailable, "guest_timeout", "the sandbox did not answer in time: %s", message)
-	}
-	return sandbox.Errorf(sandbox.Unavailable, "guest_unavailable", "the sandbox can't be reached: %s", message).WithRetry(time.Second)
 }

@@ -1,6 +1,7 @@
 package session
 
 import (
+	"cmp"
 	"encoding/json"
 	"sync"
 	"sync/atomic"
@@ -14,6 +15,9 @@ import (
 // its times and sizes: the rest is read from its meta file when asked for.
 type entry struct {
 	ref     Ref
+	guest   string // the id by which the guest knows it
+	epoch   int64  // of the machine that brought it along; 0: it was made here
+	base    uint64 // offset at which its log begins
 	dir     string
 	project string
 	created time.Time
@@ -29,9 +33,10 @@ type entry struct {
 	exit     *Exit
 	loss     *Loss
 	endedAt  time.Time
-	first    uint64 // once ended
-	end      uint64 // once ended
-	logBytes int64  // once ended
+	first    uint64 // once ended or at rest, as the next two
+	end      uint64
+	logBytes int64
+	held     bool // its machine was let go and will be restored
 	log      *log.Log
 	refs     int // users of log beside the entry itself
 	unsaved  bool
@@ -44,8 +49,8 @@ type entry struct {
 
 func newEntry(ref Ref, dir string, m *meta) *entry {
 	e := &entry{
-		ref: ref, dir: dir, project: m.Session.Project, created: m.Session.CreatedAt,
-		status: m.Status, start: m.Start,
+		ref: ref, guest: cmp.Or(m.Guest, ref.Session), epoch: m.Epoch, base: m.Session.ParentOffset,
+		dir: dir, project: m.Session.Project, created: m.Session.CreatedAt, status: m.Status, start: m.Start,
 	}
 	if m.Status.Ended() {
 		e.start = nil
@@ -87,7 +92,10 @@ func (e *entry) gone() error {
 // meta is what is to be written. Called with mu held, of an entry that is not
 // at rest.
 func (e *entry) meta() *meta {
-	m := &meta{Version: metaVersion, Session: *e.session, Status: e.status, Start: e.start, Exit: e.exit, Loss: e.loss}
+	m := &meta{Version: metaVersion, Session: *e.session, Epoch: e.epoch, Status: e.status, Start: e.start, Exit: e.exit, Loss: e.loss}
+	if e.guest != e.ref.Session {
+		m.Guest = e.guest
+	}
 	if e.status == Starting {
 		m.Status = Created // the log tells that it is more
 	}
@@ -106,7 +114,7 @@ func (m *Manager) acquire(e *entry) (*log.Log, error) {
 		return nil, e.gone()
 	}
 	if e.log == nil {
-		l, err := log.Open(e.dir, log.Options{Quota: m.opt.Quota, Sealed: e.status.Ended(), End: e.end})
+		l, err := log.Open(e.dir, log.Options{Quota: m.opt.Quota, Base: e.base, Sealed: e.status.Ended(), End: e.end})
 		if err != nil {
 			return nil, sandbox.Errorf(sandbox.Internal, "log_unreadable", "open the log of session %s: %w", e.ref.Session, err)
 		}
@@ -124,18 +132,25 @@ func (m *Manager) release(e *entry) {
 	m.closeLog(e, l)
 }
 
-// rest lets go of what an ended and saved session need not hold, and returns
-// the log that is to be closed, if any. Called with mu held.
+// rest lets go of what a held, or an ended and saved session need not hold, and
+// returns the log that is to be closed, if any. Called with mu held.
 func (e *entry) rest() *log.Log {
 	if e.deleted && e.refs == 0 {
 		l := e.log
 		e.log = nil
 		return l
 	}
-	if !e.status.Ended() || e.unsaved || e.refs > 0 {
+	if e.refs > 0 {
 		return nil
 	}
 	l := e.log
+	if e.held && l != nil {
+		e.log, e.first, e.end, e.logBytes = nil, l.First(), l.Written(), l.Bytes()
+		return l
+	}
+	if !e.status.Ended() || e.unsaved {
+		return nil
+	}
 	e.log, e.session, e.start, e.exit, e.loss = nil, nil, nil, nil, nil
 	return l
 }
@@ -266,7 +281,7 @@ func (m *Manager) restore(e *entry) error {
 
 // conclude is called with mu held.
 func (e *entry) conclude(s Status, at time.Time, end uint64) {
-	e.status, e.endedAt, e.end, e.unsaved = s, at, end, true
+	e.status, e.endedAt, e.end, e.unsaved, e.held = s, at, end, true, false
 	if e.log != nil {
 		e.first, e.logBytes = e.log.First(), e.log.Bytes()
 	}

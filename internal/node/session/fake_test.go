@@ -33,6 +33,8 @@ type fakeGuest struct {
 	starts int
 	stdin  []byte
 	signal int32
+	kill   func(p *fakeProc) // what a signal does
+	gate   chan struct{}     // starts wait for it, if there is one
 	size   *guestv1.WindowSize
 	acks   int
 }
@@ -136,6 +138,12 @@ func (g *fakeGuest) proc(id string) (*fakeProc, error) {
 }
 
 func (g *fakeGuest) Start(_ context.Context, r *connect.Request[guestv1.StartRequest]) (*connect.Response[guestv1.StartResponse], error) {
+	g.mu.Lock()
+	gate := g.gate
+	g.mu.Unlock()
+	if gate != nil {
+		<-gate
+	}
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if g.procs[r.Msg.Session] == nil {
@@ -260,6 +268,9 @@ func (g *fakeGuest) Sessions(context.Context, *connect.Request[guestv1.SessionsR
 func (g *fakeGuest) Stdin(_ context.Context, r *connect.Request[guestv1.StdinRequest]) (*connect.Response[guestv1.StdinResponse], error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
+	if g.procs[r.Msg.Session] == nil {
+		return nil, connect.NewError(connect.CodeNotFound, errors.New("no such session"))
+	}
 	if skip := uint64(len(g.stdin)) - r.Msg.Offset; skip < uint64(len(r.Msg.Data)) {
 		g.stdin = append(g.stdin, r.Msg.Data[skip:]...)
 	}
@@ -270,6 +281,11 @@ func (g *fakeGuest) Signal(_ context.Context, r *connect.Request[guestv1.SignalR
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	g.signal = r.Msg.Signal
+	if p := g.procs[r.Msg.Session]; p == nil {
+		return nil, connect.NewError(connect.CodeNotFound, errors.New("no such session"))
+	} else if g.kill != nil {
+		g.kill(p)
+	}
 	return connect.NewResponse(&guestv1.SignalResponse{}), nil
 }
 
@@ -278,4 +294,42 @@ func (g *fakeGuest) Resize(_ context.Context, r *connect.Request[guestv1.ResizeR
 	defer g.mu.Unlock()
 	g.size = r.Msg.Size
 	return connect.NewResponse(&guestv1.ResizeResponse{}), nil
+}
+
+// snapshot is another guest in the state that this one is in now. Its commands
+// do nothing by themselves.
+func (g *fakeGuest) snapshot() *fakeGuest {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	c := newGuest(g.run)
+	for id, p := range g.procs {
+		p.mu.Lock()
+		c.procs[id] = &fakeProc{
+			ring: slices.Clone(p.ring), acked: p.acked, produced: p.produced, exit: p.exit,
+			moved: make(chan struct{}), room: make(chan struct{}),
+		}
+		p.mu.Unlock()
+	}
+	return c
+}
+
+// has tells whether the guest knows a session.
+func (g *fakeGuest) has(id string) bool {
+	_, err := g.proc(id)
+	return err == nil
+}
+
+// say makes the command that the guest knows as id write.
+func (g *fakeGuest) say(t testing.TB, id string, text string) {
+	t.Helper()
+	p, err := g.proc(id)
+	must(t, err)
+	p.write(false, []byte(text))
+}
+
+func (g *fakeGuest) end(t testing.TB, id string, code int32) {
+	t.Helper()
+	p, err := g.proc(id)
+	must(t, err)
+	p.finish(exited(code))
 }

@@ -10,6 +10,7 @@ import (
 
 	"connectrpc.com/connect"
 
+	"cloche.dev/cloche/internal/failpoint"
 	"cloche.dev/cloche/internal/guestapi/guestv1"
 	"cloche.dev/cloche/internal/guestapi/guestv1/guestv1connect"
 	"cloche.dev/cloche/internal/node/session/log"
@@ -61,7 +62,7 @@ func (m *Manager) startFollower(e *entry) error {
 	}
 	m.mu.Lock()
 	e.mu.Lock()
-	fit := !m.closed && !e.deleted && e.follower == nil && e.status == Running
+	fit := !m.closed && !e.deleted && !e.held && e.follower == nil && e.status == Running
 	if fit {
 		e.follower = f
 		m.wg.Add(1)
@@ -207,7 +208,7 @@ func (f *follower) attempt(ctx context.Context) (ended bool, err error) {
 	defer cancel()
 	wg.Go(func() { f.acks(link, client) })
 	stream, err := client.Follow(link, connect.NewRequest(&guestv1.FollowRequest{
-		Session: f.e.ref.Session, Offset: f.log.Accepted(),
+		Session: f.e.guest, Offset: f.log.Accepted(),
 	}))
 	if err != nil {
 		return false, err
@@ -269,6 +270,9 @@ func (f *follower) take(ctx context.Context, ev *guestv1.Event) (*guestv1.Exit, 
 		return nil, nil
 	}
 	err := f.log.Append(t, data[known:])
+	if err == nil {
+		f.m.recorded.Add(uint64(len(data) - int(known)))
+	}
 	f.m.markDirty(f.e)
 	if err != nil {
 		return nil, f.unstick(ctx, f.log.Flush)
@@ -364,7 +368,8 @@ func (f *follower) acks(ctx context.Context, client guestv1connect.GuestClient) 
 			}
 			written = f.log.Written()
 		}
-		if ack(ctx, client, f.e.ref.Session, written, false) == nil {
+		failpoint.Hit("session.append.written")
+		if ack(ctx, client, f.e.guest, written, false) == nil {
 			acked = written
 			continue
 		}
@@ -408,8 +413,9 @@ func (f *follower) exit(ctx context.Context, client guestv1connect.GuestClient, 
 	if f.unstick(ctx, f.log.Sync) != nil {
 		return false
 	}
+	failpoint.Hit("session.exit.synced")
 	f.m.ended(f.e, f.log.Written(), Exited, x, nil)
-	if err := ack(ctx, client, f.e.ref.Session, f.log.Written(), true); err != nil {
+	if err := ack(ctx, client, f.e.guest, f.log.Written(), true); err != nil {
 		f.m.opt.Log.Debug("an exit could not be acknowledged; the next hello does it", "session", f.e.ref.Session, "error", err)
 	}
 	return true

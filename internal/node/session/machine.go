@@ -10,6 +10,7 @@ import (
 
 	"connectrpc.com/connect"
 
+	"cloche.dev/cloche/internal/guestapi"
 	"cloche.dev/cloche/internal/guestapi/guestv1"
 	"cloche.dev/cloche/internal/guestapi/guestv1/guestv1connect"
 	"cloche.dev/cloche/internal/sandbox"
@@ -25,19 +26,19 @@ const maxGuestSessions = 100_000
 // Guests answers with the new link: running sessions are followed again from
 // where their logs end, and those that the guest does not know are lost.
 func (m *Manager) MachineReady(ctx context.Context, sandboxID string) error {
-	m.mu.Lock()
-	if b := m.boxes[sandboxID]; b != nil {
-		b.end = nil
-	}
-	m.mu.Unlock()
+	m.unhold(sandboxID, nil)
 	// Listed before the guest is asked: what is started later is not in its
 	// answer and must not be taken for lost.
 	entries := m.entries(sandboxID)
 	before := make([]Status, len(entries))
+	living := map[string]bool{} // by the guest's ids
 	for i, e := range entries {
 		e.mu.Lock()
 		before[i] = e.status
 		e.mu.Unlock()
+		if !before[i].Ended() {
+			living[e.guest] = true
+		}
 	}
 	if len(entries) == 0 {
 		return nil
@@ -46,11 +47,33 @@ func (m *Manager) MachineReady(ctx context.Context, sandboxID string) error {
 	if err != nil {
 		return err
 	}
-	var errs []error
+	errs := []error{m.freeStrangers(ctx, client, sandboxID, infos)}
 	for i, e := range entries {
-		errs = append(errs, m.meet(ctx, client, e, before[i], infos[e.ref.Session]))
+		if before[i].Ended() && living[e.guest] {
+			continue // what the guest knows by this id goes on as another session
+		}
+		errs = append(errs, m.meet(ctx, client, e, before[i], infos[e.guest]))
 	}
 	return errors.Join(errs...)
+}
+
+// freeStrangers lets the guest forget ended sessions that belong to nothing
+// here: their end was recorded on another timeline, after its snapshot.
+func (m *Manager) freeStrangers(ctx context.Context, client guestv1connect.GuestClient, sandboxID string, infos map[string]*guestv1.SessionInfo) error {
+	// Listed after the guest was asked: whatever it was told to start before is there.
+	known := map[string]bool{}
+	for _, e := range m.entries(sandboxID) {
+		known[e.guest] = true
+	}
+	for id, info := range infos {
+		if known[id] || !info.GetExited() {
+			continue
+		}
+		if err := ack(ctx, client, id, info.GetProduced(), true); err != nil {
+			return guestapi.FromRPC(err)
+		}
+	}
+	return nil
 }
 
 func (m *Manager) guestSessions(ctx context.Context, sandboxID string) (guestv1connect.GuestClient, map[string]*guestv1.SessionInfo, error) {
@@ -62,7 +85,7 @@ func (m *Manager) guestSessions(ctx context.Context, sandboxID string) (guestv1c
 	defer cancel()
 	answer, err := client.Sessions(ctx, connect.NewRequest(&guestv1.SessionsRequest{}))
 	if err != nil {
-		return nil, nil, guestError(err)
+		return nil, nil, guestapi.FromRPC(err)
 	}
 	list := answer.Msg.GetSessions()
 	infos := make(map[string]*guestv1.SessionInfo, min(len(list), maxGuestSessions))
@@ -75,11 +98,8 @@ func (m *Manager) guestSessions(ctx context.Context, sandboxID string) (guestv1c
 // meet brings one session and what the guest says of it together.
 func (m *Manager) meet(ctx context.Context, client guestv1connect.GuestClient, e *entry, was Status, info *guestv1.SessionInfo) error {
 	switch {
-	case was.Ended() && info != nil:
-		e.mu.Lock()
-		end := e.end
-		e.mu.Unlock()
-		return guestError(ack(ctx, client, e.ref.Session, end, true))
+	case was.Ended() && info.GetExited():
+		return guestapi.FromRPC(ack(ctx, client, e.guest, info.GetProduced(), true))
 	case was.Ended():
 		return nil
 	case info == nil && was == Created:
@@ -117,16 +137,25 @@ func (m *Manager) meet(ctx context.Context, client guestv1connect.GuestClient, e
 func (m *Manager) refollow(e *entry, info *guestv1.SessionInfo) error {
 	e.mu.Lock()
 	f := e.follower
+	if e.start == nil && e.status == Running { // it was inherited
+		e.start, e.unsaved = &Start{PID: info.GetPid(), At: m.opt.Clock()}, true
+		e.wake()
+	}
 	e.mu.Unlock()
 	if f != nil {
 		f.relink()
 		return nil
 	}
+	m.markDirty(e)
 	l, err := m.acquire(e)
 	if err != nil {
 		return err
 	}
 	defer m.release(e)
+	if l.Written() > info.GetProduced() {
+		m.lose(e, l, string(sandbox.EndRolledBack), "the machine is of an earlier time than the log")
+		return nil
+	}
 	if to := info.GetAcked(); to > l.Accepted() && to <= info.GetProduced() {
 		if err := l.Skip(to); err != nil {
 			return sandbox.Errorf(sandbox.Internal, "log_write_failed", "the log of session %s can't be written: %w", e.ref.Session, err)
@@ -140,17 +169,12 @@ func (m *Manager) refollow(e *entry, info *guestv1.SessionInfo) error {
 // MachineEnded ends the running sessions of a sandbox as lost, after what had
 // arrived of them was appended. It returns when that is done.
 func (m *Manager) MachineEnded(ctx context.Context, sandboxID string, end sandbox.End) error {
-	m.mu.Lock()
-	b := m.box(sandboxID)
-	b.end = &end
-	m.mu.Unlock()
+	m.unhold(sandboxID, &end)
 	var running []*entry
 	for _, e := range m.entries(sandboxID) {
-		e.mu.Lock()
-		if e.status == Running || e.status == Starting {
+		if e.running() {
 			running = append(running, e)
 		}
-		e.mu.Unlock()
 	}
 	reason := string(end.Reason)
 	if reason == "" {
@@ -209,7 +233,7 @@ func (m *Manager) Barrier(ctx context.Context, sandboxID string) error {
 		if !running {
 			continue
 		}
-		if err := m.barrier(ctx, client, e, infos[e.ref.Session].GetProduced()); err != nil {
+		if err := m.barrier(ctx, client, e, infos[e.guest].GetProduced()); err != nil {
 			return err
 		}
 	}
@@ -243,7 +267,7 @@ func (m *Manager) barrier(ctx context.Context, client guestv1connect.GuestClient
 	if err := m.sync(e); err != nil {
 		return sandbox.Errorf(sandbox.Unavailable, "log_write_failed", "the log of session %s can't be synced: %w", e.ref.Session, err)
 	}
-	return guestError(ack(ctx, client, e.ref.Session, l.Written(), false))
+	return guestapi.FromRPC(ack(ctx, client, e.guest, l.Written(), false))
 }
 
 // DeleteSandbox forgets a sandbox's sessions, ends their readers and removes

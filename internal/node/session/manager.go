@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"slices"
 	"sync"
+	"sync/atomic"
 
 	"cloche.dev/cloche/internal/sandbox"
 )
@@ -26,12 +27,33 @@ type Manager struct {
 
 	dirtyMu sync.Mutex
 	dirty   map[*entry]struct{}
+
+	recorded atomic.Uint64 // bytes of output since New
 }
+
+// Counts tells how many sessions there are, by status.
+func (m *Manager) Counts() map[string]int {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	counts := map[string]int{}
+	for _, b := range m.boxes {
+		for _, e := range b.sessions {
+			e.mu.Lock()
+			counts[string(e.status)]++
+			e.mu.Unlock()
+		}
+	}
+	return counts
+}
+
+// Recorded tells how many bytes of output were recorded since New.
+func (m *Manager) Recorded() uint64 { return m.recorded.Load() }
 
 // box is what is known of one sandbox.
 type box struct {
 	sessions map[string]*entry
 	end      *sandbox.End // its machine ended and no new one has said hello
+	held     bool         // its machine was let go to be restored, and has not said hello again
 }
 
 // New makes a Manager of the sessions under opt.Dir. Sessions that were
@@ -74,6 +96,9 @@ func (m *Manager) recover() error {
 		if err != nil {
 			return err
 		}
+		if slices.ContainsFunc(sessions, func(e os.DirEntry) bool { return e.Name() == heldName }) {
+			m.box(b.Name()).held = true
+		}
 		for _, s := range sessions {
 			if !sandbox.ValidID(sandbox.KindSession, s.Name()) {
 				continue
@@ -103,6 +128,7 @@ func (m *Manager) recoverSession(ref Ref) error {
 	}
 	e := newEntry(ref, dir, doc)
 	if !doc.Status.Ended() {
+		e.held = m.box(ref.Sandbox).held
 		if err := m.restore(e); err != nil {
 			m.opt.Log.Error("a session's log could not be taken up", "session", ref.Session, "error", err)
 		}
@@ -178,17 +204,24 @@ func (m *Manager) Register(_ context.Context, s sandbox.Session) error {
 		_, err := m.get(ref)
 		return err
 	}
+	e.held = b.held
 	b.sessions[s.ID] = e
 	m.mu.Unlock()
-	err := m.makeDir(dir)
+	return m.make(e)
+}
+
+// make gives a session that is in the index already its directory and meta
+// file, or takes it out again.
+func (m *Manager) make(e *entry) error {
+	err := m.makeDir(e.dir)
 	if err == nil {
-		err = writeMeta(dir, e.meta())
+		err = writeMeta(e.dir, e.meta())
 	}
 	if err == nil {
 		return nil
 	}
 	m.forget(e)
-	return errors.Join(sandbox.Errorf(sandbox.Internal, "log_not_made", "make the log of session %s: %w", s.ID, err), removeSession(dir))
+	return errors.Join(sandbox.Errorf(sandbox.Internal, "log_not_made", "make the log of session %s: %w", e.ref.Session, err), removeSession(e.dir))
 }
 
 // makeDir makes a session's directory, durably.
@@ -214,7 +247,7 @@ func (m *Manager) forget(e *entry) {
 	m.mu.Lock()
 	if b := m.boxes[e.ref.Sandbox]; b != nil && b.sessions[e.ref.Session] == e {
 		delete(b.sessions, e.ref.Session)
-		if len(b.sessions) == 0 && b.end == nil {
+		if len(b.sessions) == 0 && b.end == nil && !b.held {
 			delete(m.boxes, e.ref.Sandbox)
 		}
 	}
@@ -242,7 +275,7 @@ func (m *Manager) state(e *entry) (State, error) {
 	if e.deleted {
 		return State{}, e.gone()
 	}
-	s := State{Status: e.status, Problem: e.problem}
+	s := State{Status: e.status, Problem: e.problem, Held: e.held}
 	if e.session == nil {
 		doc, err := readMeta(e.dir)
 		if err != nil {
@@ -252,9 +285,10 @@ func (m *Manager) state(e *entry) (State, error) {
 	} else {
 		s.Session, s.Start, s.Exit, s.Loss = *e.session, e.start, e.exit, e.loss
 	}
+	s.First, s.End, s.LogBytes = e.first, e.end, e.logBytes
 	if e.status.Ended() {
 		at := e.endedAt
-		s.EndedAt, s.First, s.End, s.LogBytes = &at, e.first, e.end, e.logBytes
+		s.EndedAt = &at
 	}
 	if e.log != nil {
 		s.First, s.LogBytes = e.log.First(), e.log.Bytes()

@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"time"
 
+	"cloche.dev/cloche/internal/failpoint"
 	"cloche.dev/cloche/internal/sandbox"
 )
 
@@ -17,6 +18,8 @@ import (
 type meta struct {
 	Version  int             `json:"version"`
 	Session  sandbox.Session `json:"session"`
+	Guest    string          `json:"guest,omitempty"` // the guest's id of it; "": the session's own
+	Epoch    int64           `json:"epoch,omitempty"` // of the machine that brought it along
 	Status   Status          `json:"status"`
 	Start    *Start          `json:"start,omitempty"`
 	Exit     *Exit           `json:"exit,omitempty"`
@@ -30,7 +33,9 @@ type meta struct {
 const (
 	metaName    = "meta.json"
 	metaTmp     = "meta.json.tmp"
-	metaVersion = 1
+	metaVersion = 2 // version 1 knew neither Guest nor Epoch
+
+	heldName = "held" // in a sandbox's directory: its machine was let go to be restored
 )
 
 // readMeta reads dir's meta file; the error is os.ErrNotExist when dir never
@@ -44,7 +49,7 @@ func readMeta(dir string) (*meta, error) {
 	if err := json.Unmarshal(b, &m); err != nil {
 		return nil, err
 	}
-	if m.Version != metaVersion {
+	if m.Version < 1 || m.Version > metaVersion {
 		return nil, fmt.Errorf("meta version %d is not known", m.Version)
 	}
 	return &m, nil
@@ -72,6 +77,7 @@ func writeMeta(dir string, m *meta) error {
 	if err := os.Rename(tmp, filepath.Join(dir, metaName)); err != nil {
 		return err
 	}
+	failpoint.Hit("session.meta.written")
 	return syncDir(dir)
 }
 

@@ -10,8 +10,15 @@
 // is idempotent by session and the intent is on disk before the question);
 // everything a guest says is checked and bounded.
 //
-// Package node calls it for machines (MachineReady, MachineEnded, Barrier,
-// DeleteSandbox), the data plane for users. It identifies sessions by id alone:
+// Sessions outlive machines in two ways. One that is held waits until its machine
+// is restored, and goes on. One that a machine on a new timeline brought along
+// is inherited: it is another session, with an id of its own, whose log begins
+// where the guest's memory of it does; the guest goes on knowing it by the id
+// that it was started under, its alias here.
+//
+// Package node calls it for machines (MachineReady, MachineEnded, MachineHeld,
+// Barrier, Living, Inherit, Terminate, Active, DeleteSandbox), the data plane
+// for users. It identifies sessions by id alone:
 // callers check projects.
 package session
 
@@ -126,9 +133,10 @@ type State struct {
 	Exit     *Exit           `json:"exit,omitempty"`
 	Loss     *Loss           `json:"loss,omitempty"`
 	EndedAt  *time.Time      `json:"ended_at,omitempty"`
-	First    uint64          `json:"first"`     // first offset that is kept
-	End      uint64          `json:"end"`       // offset behind the output so far
-	LogBytes int64           `json:"log_bytes"` // on disk
+	First    uint64          `json:"first"`          // first offset that is kept
+	End      uint64          `json:"end"`            // offset behind the output so far
+	LogBytes int64           `json:"log_bytes"`      // on disk
+	Held     bool            `json:"held,omitempty"` // its machine was suspended; it goes on once that is restored
 	Problem  string          `json:"problem,omitempty"`
 }
 

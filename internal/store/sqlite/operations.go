@@ -11,14 +11,14 @@ import (
 )
 
 const operationColumns = `id, project, verb, sandbox, template, state, step, delay, error, key_id, generation,
-	lease_until, input, created_at, started_at, ended_at`
+	lease_until, input, created_at, started_at, ended_at, snapshot, children, from_state`
 
 func scanOperation(r scanner) (op sandbox.Operation, err error) {
-	var delay, failure, input sql.NullString
+	var delay, failure, input, children sql.NullString
 	var lease, started, ended sql.NullInt64
 	var created int64
 	err = r.Scan(&op.ID, &op.Project, &op.Verb, &op.Sandbox, &op.Template, &op.State, &op.Step, &delay, &failure, &op.Key, &op.Generation,
-		&lease, &input, &created, &started, &ended)
+		&lease, &input, &created, &started, &ended, &op.Snapshot, &children, &op.From)
 	if err != nil {
 		return op, err
 	}
@@ -29,7 +29,10 @@ func scanOperation(r scanner) (op sandbox.Operation, err error) {
 	if input.Valid {
 		op.Input = json.RawMessage(input.String)
 	}
-	return op, errors.Join(decodePtr(delay, &op.Delay), decodePtr(failure, &op.Error))
+	if children.Valid {
+		err = json.Unmarshal([]byte(children.String), &op.Children)
+	}
+	return op, errors.Join(err, decodePtr(delay, &op.Delay), decodePtr(failure, &op.Error))
 }
 
 func operationByID(ctx context.Context, q queryer, project, id string) (sandbox.Operation, error) {
@@ -47,9 +50,14 @@ func insertOperation(ctx context.Context, tx *sql.Tx, op sandbox.Operation) erro
 	if !op.LeaseUntil.IsZero() {
 		lease = nanos(op.LeaseUntil)
 	}
-	_, err := tx.ExecContext(ctx, "INSERT INTO operations ("+operationColumns+") VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
+	var children any
+	if len(op.Children) > 0 {
+		children = encode(op.Children)
+	}
+	_, err := tx.ExecContext(ctx, "INSERT INTO operations ("+operationColumns+") VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
 		op.ID, op.Project, string(op.Verb), op.Sandbox, op.Template, string(op.State), op.Step, encodePtr(op.Delay), encodePtr(op.Error), op.Key,
-		op.Generation, lease, rawOrNil(op.Input), nanos(op.CreatedAt), nanosPtr(op.StartedAt), nanosPtr(op.EndedAt))
+		op.Generation, lease, rawOrNil(op.Input), nanos(op.CreatedAt), nanosPtr(op.StartedAt), nanosPtr(op.EndedAt),
+		op.Snapshot, children, string(op.From))
 	return err
 }
 

@@ -3,6 +3,7 @@ package sqlite
 import (
 	"context"
 	"database/sql"
+	"encoding/json"
 	"errors"
 	"time"
 
@@ -12,7 +13,8 @@ import (
 // CreateProject inserts p; Conflict where its id or name is taken.
 func (s *Store) CreateProject(ctx context.Context, p sandbox.Project) error {
 	return s.write(ctx, func(tx *sql.Tx) error {
-		_, err := tx.ExecContext(ctx, "INSERT INTO projects (id, name, created_at) VALUES (?,?,?)", p.ID, p.Name, nanos(p.CreatedAt))
+		_, err := tx.ExecContext(ctx, "INSERT INTO projects (id, name, quotas, created_at) VALUES (?,?,?,?)",
+			p.ID, p.Name, encode(p.Quotas), nanos(p.CreatedAt))
 		if isConstraint(err) {
 			return sandbox.Errorf(sandbox.Conflict, "project_exists", "there is a project %q already", p.Name)
 		}
@@ -20,14 +22,33 @@ func (s *Store) CreateProject(ctx context.Context, p sandbox.Project) error {
 	})
 }
 
+const projectColumns = "id, name, quotas, created_at"
+
+func scanProject(r scanner) (p sandbox.Project, err error) {
+	var quotas string
+	var at int64
+	if err := r.Scan(&p.ID, &p.Name, &quotas, &at); err != nil {
+		return p, err
+	}
+	p.CreatedAt = when(at)
+	return p, json.Unmarshal([]byte(quotas), &p.Quotas)
+}
+
+func projectByID(ctx context.Context, q queryer, id string) (sandbox.Project, error) {
+	p, err := scanProject(q.QueryRowContext(ctx, "SELECT "+projectColumns+" FROM projects WHERE id = ?", id))
+	if errors.Is(err, sql.ErrNoRows) {
+		return sandbox.Project{}, projectNotFound(id)
+	}
+	return p, mapError(ctx, err)
+}
+
+func projectNotFound(id string) error {
+	return sandbox.Errorf(sandbox.NotFound, "project_not_found", "there is no project %s", id)
+}
+
 // Projects lists every project, oldest first.
 func (s *Store) Projects(ctx context.Context) ([]sandbox.Project, error) {
-	return collect(ctx, s.r, func(r scanner) (p sandbox.Project, err error) {
-		var at int64
-		err = r.Scan(&p.ID, &p.Name, &at)
-		p.CreatedAt = when(at)
-		return p, err
-	}, "SELECT id, name, created_at FROM projects ORDER BY created_at, id")
+	return collect(ctx, s.r, scanProject, "SELECT "+projectColumns+" FROM projects ORDER BY created_at, id")
 }
 
 const keyColumns = "id, project, name, role, hash, created_at, revoked_at"
@@ -90,7 +111,7 @@ func (s *Store) constraint(ctx context.Context, tx *sql.Tx, project, what, id st
 		return err
 	}
 	if n == 0 {
-		return sandbox.Errorf(sandbox.NotFound, "project_not_found", "there is no project %s", project)
+		return projectNotFound(project)
 	}
 	return sandbox.Errorf(sandbox.Conflict, what+"_exists", "there is a %s %s already", what, id)
 }

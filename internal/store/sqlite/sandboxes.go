@@ -5,29 +5,33 @@ import (
 	"database/sql"
 	"encoding/json"
 	"errors"
+	"strings"
 	"time"
 
+	"cloche.dev/cloche/internal/failpoint"
 	"cloche.dev/cloche/internal/sandbox"
 )
 
 const sandboxColumns = `id, project, template, digest, driver, state, generation, labels, env, resources,
-	created_at, updated_at, expires_at, ended, operation`
+	created_at, updated_at, expires_at, ended, operation, epoch, policy, touched_at, image, image_at, base, source, parent`
 
 func scanSandbox(r scanner) (sb sandbox.Sandbox, err error) {
-	var labels, env, resources string
-	var created, updated int64
-	var expires sql.NullInt64
+	var labels, env, resources, policy string
+	var created, updated, touched int64
+	var expires, imaged sql.NullInt64
 	var ended sql.NullString
 	err = r.Scan(&sb.ID, &sb.Project, &sb.Template, &sb.Digest, &sb.Driver, &sb.State, &sb.Generation, &labels, &env, &resources,
-		&created, &updated, &expires, &ended, &sb.Operation)
+		&created, &updated, &expires, &ended, &sb.Operation, &sb.Epoch, &policy, &touched, &sb.Image, &imaged, &sb.Base, &sb.Source, &sb.Parent)
 	if err != nil {
 		return sb, err
 	}
-	sb.CreatedAt, sb.UpdatedAt, sb.ExpiresAt = when(created), when(updated), whenPtr(expires)
+	sb.CreatedAt, sb.UpdatedAt, sb.TouchedAt = when(created), when(updated), when(touched)
+	sb.ExpiresAt, sb.ImageAt = whenPtr(expires), whenPtr(imaged)
 	return sb, errors.Join(
 		json.Unmarshal([]byte(labels), &sb.Labels),
 		json.Unmarshal([]byte(env), &sb.Env),
 		json.Unmarshal([]byte(resources), &sb.Resources),
+		json.Unmarshal([]byte(policy), &sb.Policy),
 		decodePtr(ended, &sb.End),
 	)
 }
@@ -47,13 +51,16 @@ func sandboxNotFound(id string) error {
 
 // putState writes what a transition changes.
 func putState(ctx context.Context, tx *sql.Tx, sb sandbox.Sandbox) error {
-	_, err := tx.ExecContext(ctx, "UPDATE sandboxes SET state = ?, generation = ?, operation = ?, ended = ?, updated_at = ? WHERE id = ?",
-		string(sb.State), sb.Generation, sb.Operation, encodePtr(sb.End), nanos(sb.UpdatedAt), sb.ID)
+	_, err := tx.ExecContext(ctx, `UPDATE sandboxes SET state = ?, generation = ?, operation = ?, ended = ?, updated_at = ?,
+		epoch = ?, driver = ?, touched_at = ?, image = ?, image_at = ?, base = ? WHERE id = ?`,
+		string(sb.State), sb.Generation, sb.Operation, encodePtr(sb.End), nanos(sb.UpdatedAt),
+		sb.Epoch, sb.Driver, nanos(sb.TouchedAt), sb.Image, nanosPtr(sb.ImageAt), sb.Base, sb.ID)
 	return err
 }
 
 // CreateSandbox inserts sb and op, pinning the template.
-func (s *Store) CreateSandbox(ctx context.Context, sb sandbox.Sandbox, op sandbox.Operation, idem sandbox.Idempotency) (sandbox.Sandbox, sandbox.Operation, bool, error) {
+func (s *Store) CreateSandbox(ctx context.Context, sb sandbox.Sandbox, op sandbox.Operation, host sandbox.Capacity, idem sandbox.Idempotency) (sandbox.Sandbox, sandbox.Operation, bool, error) {
+	failpoint.Hit("store.begin.before")
 	var replayed bool
 	err := s.write(ctx, func(tx *sql.Tx) (err error) {
 		c := claim{sb.Project, "sandbox.create", idem, op.CreatedAt}
@@ -66,23 +73,14 @@ func (s *Store) CreateSandbox(ctx context.Context, sb sandbox.Sandbox, op sandbo
 			sb, op, err = bothRows(ctx, tx, sb.Project, subject, operation)
 			return err
 		}
-		tpl, err := templateByRef(ctx, tx, sb.Project, sb.Template)
-		if err != nil {
+		if err := pin(ctx, tx, &sb); err != nil {
 			return err
 		}
-		t, _ := sandbox.Find(sandbox.StateNone, sandbox.VerbCreate)
-		sb.Digest, sb.State, sb.Generation, sb.Operation, sb.UpdatedAt = tpl.Digest, t.Via, 1, op.ID, op.CreatedAt
-		op.Project, op.Sandbox, op.Verb, op.State, op.Generation = sb.Project, sb.ID, t.Verb, sandbox.OpAccepted, sb.Generation
-		if err := insertSandbox(ctx, tx, sb); err != nil {
-			if isConstraint(err) {
-				return s.constraint(ctx, tx, sb.Project, "sandbox", sb.ID)
-			}
+		if err := admit(ctx, tx, sb.Project, host, machines(1, sb.Resources).onDisk(1, sb.Resources)); err != nil {
 			return err
 		}
-		if err := insertOperation(ctx, tx, op); err != nil {
-			return err
-		}
-		if err := moved(ctx, tx, op.CreatedAt, sb, sandbox.StateNone, op.ID); err != nil {
+		sb.Parent = ""
+		if err := s.insertCreate(ctx, tx, sb, op); err != nil {
 			return err
 		}
 		if err := c.record(ctx, tx, sb.ID, op.ID); err != nil {
@@ -94,13 +92,61 @@ func (s *Store) CreateSandbox(ctx context.Context, sb sandbox.Sandbox, op sandbo
 	if err != nil {
 		return sandbox.Sandbox{}, sandbox.Operation{}, false, err
 	}
+	failpoint.Hit("store.begin.committed")
 	return sb, op, replayed, nil
 }
 
-func insertSandbox(ctx context.Context, tx *sql.Tx, sb sandbox.Sandbox) error {
-	_, err := tx.ExecContext(ctx, "INSERT INTO sandboxes ("+sandboxColumns+") VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
+// pin resolves what sb is made from: its template or, where it has one, its
+// source snapshot, which then decides on template, driver and resources.
+func pin(ctx context.Context, tx *sql.Tx, sb *sandbox.Sandbox) error {
+	sb.Base = ""
+	if sb.Source == "" {
+		tpl, err := templateByRef(ctx, tx, sb.Project, sb.Template)
+		sb.Digest = tpl.Digest
+		return err
+	}
+	from, err := readySnapshot(ctx, tx, sb.Project, sb.Source)
+	if err != nil {
+		return err
+	}
+	sb.Template, sb.Digest, sb.Driver, sb.Resources = from.Template, from.Digest, from.Driver, from.Resources
+	sb.Base = from.Parent
+	if from.Purpose == sandbox.PurposeNamed {
+		sb.Base = from.ID
+	}
+	return nil
+}
+
+// insertCreate inserts a sandbox in its first state, its operation and its event.
+func (s *Store) insertCreate(ctx context.Context, tx *sql.Tx, sb sandbox.Sandbox, op sandbox.Operation) error {
+	t, _ := sandbox.Find(sandbox.StateNone, sandbox.VerbCreate)
+	sb.State, sb.Generation, sb.Epoch, sb.Operation, sb.UpdatedAt, sb.TouchedAt = t.Via, 1, 0, op.ID, op.CreatedAt, op.CreatedAt
+	sb.End, sb.Image, sb.ImageAt = nil, "", nil
+	op.Project, op.Sandbox, op.Verb, op.State, op.From, op.Generation = sb.Project, sb.ID, t.Verb, sandbox.OpAccepted, t.From, sb.Generation
+	_, err := tx.ExecContext(ctx, "INSERT INTO sandboxes ("+sandboxColumns+`, milli_cpu, memory_mib, disk_mib)
+		VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)`,
 		sb.ID, sb.Project, sb.Template, sb.Digest, sb.Driver, string(sb.State), sb.Generation, encode(sb.Labels), encode(sb.Env), encode(sb.Resources),
-		nanos(sb.CreatedAt), nanos(sb.UpdatedAt), nanosPtr(sb.ExpiresAt), encodePtr(sb.End), sb.Operation)
+		nanos(sb.CreatedAt), nanos(sb.UpdatedAt), nanosPtr(sb.ExpiresAt), encodePtr(sb.End), sb.Operation,
+		sb.Epoch, encode(sb.Policy), nanos(sb.TouchedAt), sb.Image, nanosPtr(sb.ImageAt), sb.Base, sb.Source, sb.Parent,
+		sb.Resources.MilliCPU, sb.Resources.MemoryMiB, sb.Resources.DiskMiB)
+	if isConstraint(err) {
+		return s.constraint(ctx, tx, sb.Project, "sandbox", sb.ID)
+	}
+	if err != nil {
+		return err
+	}
+	if err := s.putOperation(ctx, tx, op); err != nil {
+		return err
+	}
+	return moved(ctx, tx, op.CreatedAt, sb, sandbox.StateNone, op.ID)
+}
+
+// putOperation inserts op; Conflict where its id is taken.
+func (s *Store) putOperation(ctx context.Context, tx *sql.Tx, op sandbox.Operation) error {
+	err := insertOperation(ctx, tx, op)
+	if isConstraint(err) {
+		return s.constraint(ctx, tx, op.Project, "operation", op.ID)
+	}
 	return err
 }
 
@@ -173,22 +219,59 @@ func (s *Store) SetExpiry(ctx context.Context, project, id string, at *time.Time
 	return s.change(ctx, project, id, "sandbox.expiry", "expires_at", nanosPtr(at), map[string]any{"expires_at": at})
 }
 
-// SetDriver records the driver that a machine was made with.
-func (s *Store) SetDriver(ctx context.Context, id string, generation int64, driver string) error {
+// SetPolicy replaces a sandbox's policy.
+func (s *Store) SetPolicy(ctx context.Context, project, id string, p sandbox.Policy) (sandbox.Sandbox, error) {
+	return s.change(ctx, project, id, "sandbox.policy", "policy", encode(p), map[string]any{"policy": p})
+}
+
+// Touch notes when sandboxes were last touched.
+func (s *Store) Touch(ctx context.Context, at map[string]time.Time) error {
+	if len(at) == 0 {
+		return nil
+	}
 	return s.write(ctx, func(tx *sql.Tx) error {
-		n, err := exec(ctx, tx, "UPDATE sandboxes SET driver = ? WHERE id = ? AND generation = ?", driver, id, generation)
-		if err == nil && n == 0 {
-			return stale(id)
+		for id, t := range at {
+			if _, err := tx.ExecContext(ctx, "UPDATE sandboxes SET touched_at = ?1 WHERE id = ?2 AND touched_at < ?1", nanos(t), id); err != nil {
+				return err
+			}
 		}
-		return err
+		return nil
 	})
 }
 
+// askable lists the states from which the table takes verb, as SQL literals.
+func askable(verb sandbox.Verb) string {
+	var states []string
+	for _, t := range sandbox.Transitions {
+		if t.Verb == verb {
+			states = append(states, "'"+string(t.From)+"'")
+		}
+	}
+	return strings.Join(states, ",")
+}
+
+// expiredQuery finds sandboxes by the verb that their policy asks for.
+var expiredQuery = "SELECT " + sandboxColumns + ` FROM sandboxes WHERE expires_at IS NOT NULL AND expires_at <= ?1 AND
+	CASE json_extract(policy, '$.on_expiry')
+	WHEN 'suspend' THEN state IN (` + askable(sandbox.VerbSuspend) + `)
+	WHEN 'stop' THEN state IN (` + askable(sandbox.VerbStop) + `)
+	WHEN 'delete' THEN state IN (` + askable(sandbox.VerbDelete) + `) END
+	ORDER BY expires_at, id LIMIT ?2`
+
 // ExpiredSandboxes lists sandboxes whose TTL has passed.
 func (s *Store) ExpiredSandboxes(ctx context.Context, now time.Time, limit int) ([]sandbox.Sandbox, error) {
-	return collect(ctx, s.r, scanSandbox, "SELECT "+sandboxColumns+` FROM sandboxes
-		WHERE expires_at IS NOT NULL AND expires_at <= ? AND state NOT IN (?, ?) ORDER BY expires_at, id LIMIT ?`,
-		nanos(now), string(sandbox.StateDeleting), string(sandbox.StateDeleted), limit)
+	return collect(ctx, s.r, scanSandbox, expiredQuery, nanos(now), limit)
+}
+
+// idleQuery reads no more rows than there are machines.
+const idleQuery = "SELECT " + sandboxColumns + ` FROM sandboxes WHERE state IN ('running', 'paused')
+	AND json_extract(policy, '$.idle.action') IN ('suspend', 'stop', 'delete')
+	AND touched_at + json_extract(policy, '$.idle.after') <= ?1 ORDER BY touched_at, id LIMIT ?2`
+
+// IdleSandboxes lists sandboxes that nothing has touched for longer than their
+// policy says.
+func (s *Store) IdleSandboxes(ctx context.Context, now time.Time, limit int) ([]sandbox.Sandbox, error) {
+	return collect(ctx, s.r, scanSandbox, idleQuery, nanos(now), limit)
 }
 
 // Prune removes what is past its keeping.

@@ -10,15 +10,15 @@ import (
 	"cloche.dev/cloche/internal/sandbox"
 )
 
-const sessionColumns = "id, project, sandbox, process, generation, key_id, created_at"
+const sessionColumns = "id, project, sandbox, process, generation, key_id, created_at, parent, parent_offset"
 
 func scanSession(r scanner) (s sandbox.Session, err error) {
 	var process string
-	var created int64
-	if err := r.Scan(&s.ID, &s.Project, &s.Sandbox, &process, &s.Generation, &s.Key, &created); err != nil {
+	var created, offset int64
+	if err := r.Scan(&s.ID, &s.Project, &s.Sandbox, &process, &s.Generation, &s.Key, &created, &s.Parent, &offset); err != nil {
 		return s, err
 	}
-	s.CreatedAt = when(created)
+	s.CreatedAt, s.ParentOffset = when(created), uint64(offset)
 	return s, json.Unmarshal([]byte(process), &s.Process)
 }
 
@@ -29,6 +29,40 @@ func sessionByID(ctx context.Context, q queryer, project, sb, id string) (sandbo
 		return sandbox.Session{}, sandbox.Errorf(sandbox.NotFound, "session_not_found", "there is no session %s in that sandbox", id)
 	}
 	return s, mapError(ctx, err)
+}
+
+// insertSession tells how many rows it inserted; conflict says what becomes of
+// one that is there already.
+func insertSession(ctx context.Context, tx *sql.Tx, s sandbox.Session, conflict string) (int64, error) {
+	return exec(ctx, tx, "INSERT INTO sessions ("+sessionColumns+") VALUES (?,?,?,?,?,?,?,?,?)"+conflict,
+		s.ID, s.Project, s.Sandbox, encode(s.Process), s.Generation, s.Key, nanos(s.CreatedAt), s.Parent, int64(s.ParentOffset))
+}
+
+// inheritSessions inserts the sessions that go on in sb from another timeline,
+// but for those that are there already.
+func inheritSessions(ctx context.Context, tx *sql.Tx, sb sandbox.Sandbox, list []sandbox.Session, now time.Time) error {
+	for _, ses := range list {
+		ses.Project, ses.Sandbox = sb.Project, sb.ID
+		if len(ses.Process.Args) == 0 && ses.Parent != "" {
+			before, err := scanSession(tx.QueryRowContext(ctx,
+				"SELECT "+sessionColumns+" FROM sessions WHERE id = ? AND project = ?", ses.Parent, sb.Project))
+			if err != nil && !errors.Is(err, sql.ErrNoRows) {
+				return err
+			}
+			ses.Process = before.Process
+			if ses.Key == "" {
+				ses.Key = before.Key
+			}
+		}
+		if ses.CreatedAt.IsZero() {
+			ses.CreatedAt = now
+		}
+		ses.Generation = max(ses.Generation, 1) // tokens begin with it
+		if _, err := insertSession(ctx, tx, ses, " ON CONFLICT (id) DO NOTHING"); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // CreateSession inserts a session of a running sandbox.
@@ -56,8 +90,7 @@ func (s *Store) CreateSession(ctx context.Context, ses sandbox.Session, idem san
 			}
 			return e
 		}
-		_, err = tx.ExecContext(ctx, "INSERT INTO sessions ("+sessionColumns+") VALUES (?,?,?,?,?,?,?)",
-			ses.ID, ses.Project, ses.Sandbox, encode(ses.Process), ses.Generation, ses.Key, nanos(ses.CreatedAt))
+		_, err = insertSession(ctx, tx, ses, "")
 		if isConstraint(err) {
 			return s.constraint(ctx, tx, ses.Project, "session", ses.ID)
 		}

@@ -24,8 +24,7 @@ import (
 	"time"
 
 	"github.com/pressly/goose/v3"
-	"modernc.org/sqlite"
-	sqlite3 "modernc.org/sqlite/lib"
+	_ "modernc.org/sqlite" // the driver "sqlite"
 
 	"cloche.dev/cloche/internal/sandbox"
 )
@@ -38,6 +37,7 @@ const readers = 8
 
 // Store is a sandbox.Store in a file.
 type Store struct {
+	path string
 	w, r *sql.DB
 	now  func() time.Time
 }
@@ -45,7 +45,7 @@ type Store struct {
 var _ sandbox.Store = (*Store)(nil)
 
 // Open opens the store at path, making and migrating it as needed. A file
-// that a newer Cloche has migrated is refused (code "store_too_new"). now is
+// that a newer Cloche has migrated is refused (code "store_newer"). now is
 // the clock for the times of changes; nil is time.Now.
 func Open(ctx context.Context, path string, now func() time.Time) (*Store, error) {
 	if now == nil {
@@ -74,7 +74,7 @@ func Open(ctx context.Context, path string, now func() time.Time) (*Store, error
 	}
 	r.SetMaxOpenConns(readers)
 	r.SetMaxIdleConns(readers)
-	return &Store{w: w, r: r, now: now}, nil
+	return &Store{path: path, w: w, r: r, now: now}, nil
 }
 
 // Close ends both pools; calls under way finish first.
@@ -104,7 +104,7 @@ func migrate(ctx context.Context, db *sql.DB, path string) error {
 		return openError(path, err)
 	}
 	if has > knows {
-		return sandbox.Errorf(sandbox.FailedPrecondition, "store_too_new",
+		return sandbox.Errorf(sandbox.FailedPrecondition, "store_newer",
 			"the store %s has schema version %d and this Cloche knows versions up to %d", path, has, knows).
 			WithHint("start the newer Cloche that wrote it, or restore a copy of the state directory from before the upgrade")
 	}
@@ -163,37 +163,3 @@ func collect[T any](ctx context.Context, q queryer, scan func(scanner) (T, error
 
 // scanner is a *sql.Row or *sql.Rows.
 type scanner interface{ Scan(dest ...any) error }
-
-// mapError turns what SQLite says into the classes. Errors that have a class
-// already, and nil, pass.
-func mapError(ctx context.Context, err error) error {
-	var classed *sandbox.Error
-	if err == nil || errors.As(err, &classed) {
-		return err
-	}
-	if ctx.Err() != nil {
-		return sandbox.AsError(context.Cause(ctx))
-	}
-	var se *sqlite.Error
-	if !errors.As(err, &se) {
-		return sandbox.Errorf(sandbox.Internal, "store", "the store failed: %w", err)
-	}
-	switch se.Code() & 0xff {
-	case sqlite3.SQLITE_FULL:
-		return sandbox.Errorf(sandbox.Unavailable, "disk_full", "the state directory's disk is full: %w", err).
-			WithHint("free space there; nothing was changed")
-	case sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED:
-		return sandbox.Errorf(sandbox.Unavailable, "store_busy", "the store is locked by another process: %w", err).
-			WithHint("end whatever else has the store open (a backup, a shell) and try again")
-	case sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY:
-		return sandbox.Errorf(sandbox.Unavailable, "store_io", "the store can't be read or written: %w", err).
-			WithHint("check the state directory's disk and its mount options")
-	}
-	return sandbox.Errorf(sandbox.Internal, "store", "the store failed: %w", err)
-}
-
-// isConstraint tells whether err is a violated UNIQUE, PRIMARY KEY or FOREIGN KEY.
-func isConstraint(err error) bool {
-	var se *sqlite.Error
-	return errors.As(err, &se) && se.Code()&0xff == sqlite3.SQLITE_CONSTRAINT
-}

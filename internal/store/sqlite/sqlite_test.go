@@ -65,25 +65,48 @@ func child(path string) error {
 		return err
 	}
 	for {
-		now := time.Now()
-		sb, op, _, err := s.CreateSandbox(ctx, sandbox.Sandbox{
-			ID: sandbox.NewID(sandbox.KindSandbox), Project: list[0].ID, Template: "base", CreatedAt: now,
-		}, sandbox.Operation{ID: sandbox.NewID(sandbox.KindOperation), CreatedAt: now}, sandbox.Idempotency{Key: sandbox.NewID("k")})
-		if err != nil {
+		if err := history(ctx, s, list[0].ID); err != nil {
 			return err
 		}
-		fmt.Println(sb.ID, sandbox.StateCreating)
-		if err := s.FinishOperation(ctx, op.ID, sandbox.StateRunning, nil, nil); err != nil {
-			return err
-		}
-		fmt.Println(sb.ID, sandbox.StateRunning)
-		_, _, _, err = s.BeginVerb(ctx, sb.Project, sb.ID, sandbox.VerbDelete,
-			sandbox.Operation{ID: sandbox.NewID(sandbox.KindOperation), CreatedAt: now}, sandbox.Idempotency{})
-		if err != nil {
-			return err
-		}
-		fmt.Println(sb.ID, sandbox.StateDeleting)
 	}
+}
+
+// history is one sandbox's life up to its deletion, each answer told.
+func history(ctx context.Context, s sandbox.Store, project string) error {
+	now := time.Now()
+	newOp := func() sandbox.Operation {
+		return sandbox.Operation{ID: sandbox.NewID(sandbox.KindOperation), CreatedAt: now}
+	}
+	sb, op, _, err := s.CreateSandbox(ctx, sandbox.Sandbox{
+		ID: sandbox.NewID(sandbox.KindSandbox), Project: project, Template: "base", CreatedAt: now,
+	}, newOp(), sandbox.Capacity{}, sandbox.Idempotency{Key: sandbox.NewID("k")})
+	if err != nil {
+		return err
+	}
+	fmt.Println(sb.ID, sandbox.StateCreating)
+	if err := s.FinishOperation(ctx, op.ID, sandbox.Outcome{To: sandbox.StateRunning, Epoch: 1}); err != nil {
+		return err
+	}
+	fmt.Println(sb.ID, sandbox.StateRunning)
+	b := sandbox.Begin{Op: newOp(), Snapshot: &sandbox.Snapshot{
+		ID: sandbox.NewID(sandbox.KindSnapshot), Kind: sandbox.SnapshotMemory, Purpose: sandbox.PurposeSuspend, CreatedAt: now,
+	}}
+	if _, op, _, err = s.BeginVerb(ctx, project, sb.ID, sandbox.VerbSuspend, b, sandbox.Idempotency{}); err != nil {
+		return err
+	}
+	fmt.Println(sb.ID, sandbox.StateSuspending)
+	err = s.FinishOperation(ctx, op.ID, sandbox.Outcome{
+		To: sandbox.StateSuspended, Snapshot: &sandbox.SnapshotStatus{Snapshot: op.Snapshot, TakenAt: now}, Image: &op.Snapshot,
+	})
+	if err != nil {
+		return err
+	}
+	fmt.Println(sb.ID, sandbox.StateSuspended)
+	if _, _, _, err = s.BeginVerb(ctx, project, sb.ID, sandbox.VerbDelete, sandbox.Begin{Op: newOp()}, sandbox.Idempotency{}); err != nil {
+		return err
+	}
+	fmt.Println(sb.ID, sandbox.StateDeleting)
+	return nil
 }
 
 // TestKill kills a writing process a few times: what it was answered is there,
@@ -91,7 +114,9 @@ func child(path string) error {
 func TestKill(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "cloche.db")
 	prepare(t, path)
-	rank := map[string]int{string(sandbox.StateCreating): 1, string(sandbox.StateRunning): 2, string(sandbox.StateDeleting): 3}
+	rank := map[sandbox.State]int{
+		sandbox.StateCreating: 1, sandbox.StateRunning: 2, sandbox.StateSuspending: 3, sandbox.StateSuspended: 4, sandbox.StateDeleting: 5,
+	}
 	total := 0
 	for round := range 5 {
 		told := runAndKill(t, path, 20+round*13)
@@ -104,7 +129,7 @@ func TestKill(t *testing.T) {
 		}
 		for id, state := range told {
 			sb, err := s.Sandbox(t.Context(), "", id)
-			if err != nil || rank[string(sb.State)] < rank[state] {
+			if err != nil || rank[sb.State] < rank[sandbox.State(state)] || sb.State == sandbox.StateSuspended && sb.Image == "" {
 				t.Errorf("round %d: %s was told to be %s and is %s, %v", round, id, state, sb.State, err)
 			}
 		}
@@ -180,7 +205,7 @@ func TestNewerStoreIsRefused(t *testing.T) {
 		t.Fatal(err)
 	}
 	_, err = sqlite.Open(t.Context(), path, nil)
-	if e := sandbox.AsError(err); e == nil || e.Code != "store_too_new" || !strings.Contains(e.Message, "9999") {
+	if e := sandbox.AsError(err); e == nil || e.Class != sandbox.FailedPrecondition || e.Code != "store_newer" || e.Hint == "" || !strings.Contains(e.Message, "9999") {
 		t.Errorf("%v", err)
 	}
 }

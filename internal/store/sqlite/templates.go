@@ -125,17 +125,20 @@ func (s *Store) Untag(ctx context.Context, project, release string) error {
 	})
 }
 
-// DeleteTemplate removes a template that no sandbox uses.
+// DeleteTemplate removes a template that no sandbox and no snapshot uses: both
+// are brought up over its image.
 func (s *Store) DeleteTemplate(ctx context.Context, project, digest string) (last bool, err error) {
 	err = s.write(ctx, func(tx *sql.Tx) error {
-		var users int
-		err := tx.QueryRowContext(ctx, "SELECT count(*) FROM sandboxes WHERE digest = ?1 AND (?2 = '' OR project = ?2) AND state <> ?3",
-			digest, project, string(sandbox.StateDeleted)).Scan(&users)
+		var users, images int
+		err := tx.QueryRowContext(ctx, `SELECT
+			(SELECT count(*) FROM sandboxes WHERE digest = ?1 AND (?2 = '' OR project = ?2) AND state <> ?3),
+			(SELECT count(*) FROM snapshots WHERE digest = ?1 AND (?2 = '' OR project = ?2))`,
+			digest, project, string(sandbox.StateDeleted)).Scan(&users, &images)
 		if err != nil {
 			return err
 		}
-		if users > 0 {
-			return sandbox.Errorf(sandbox.FailedPrecondition, "template_in_use", "%d sandboxes are made from this template", users).
+		if users+images > 0 {
+			return sandbox.Errorf(sandbox.FailedPrecondition, "template_in_use", "%d sandboxes and %d snapshots need this template", users, images).
 				WithHint("delete them first")
 		}
 		n, err := exec(ctx, tx, "DELETE FROM templates WHERE digest = ?1 AND (?2 = '' OR project = ?2)", digest, project)

@@ -14,7 +14,7 @@ func createSandbox(e *env) {
 	in.Labels, in.Env = map[string]string{"a/b": "c"}, map[string]string{"X": "y"}
 	at := e.clock.Add(time.Hour)
 	in.ExpiresAt = &at
-	sb, op, replayed, err := e.s.CreateSandbox(e.ctx, in, e.newOp(sandbox.VerbCreate), sandbox.Idempotency{})
+	sb, op, replayed, err := e.s.CreateSandbox(e.ctx, in, e.newOp(sandbox.VerbCreate), sandbox.Capacity{}, sandbox.Idempotency{})
 	e.must(err)
 	if replayed || sb.State != sandbox.StateCreating || sb.Digest != digestA || sb.Template != "base" || sb.Generation != 1 || sb.Operation != op.ID {
 		e.Errorf("sandbox %+v", sb)
@@ -35,7 +35,7 @@ func createSandbox(e *env) {
 
 func createRefused(e *env) {
 	for _, ref := range []string{"nope", "base:other", digestB} {
-		_, _, _, err := e.s.CreateSandbox(e.ctx, newSandbox(e.project, ref, e.tick()), e.newOp(sandbox.VerbCreate), sandbox.Idempotency{})
+		_, _, _, err := e.s.CreateSandbox(e.ctx, newSandbox(e.project, ref, e.tick()), e.newOp(sandbox.VerbCreate), sandbox.Capacity{}, sandbox.Idempotency{})
 		e.wants(err, sandbox.NotFound, "template_not_found")
 	}
 	if list, err := e.s.Unfinished(e.ctx); err != nil || len(list) != 0 {
@@ -43,40 +43,73 @@ func createRefused(e *env) {
 	}
 }
 
-// table walks to every state that a store without snapshots can reach and asks
-// every verb there.
+// walks leads to every state that a row can be in.
+func (e *env) walks() map[sandbox.State]func() string {
+	after := func(begin sandbox.Verb, done ...sandbox.Verb) func() string {
+		return func() string {
+			id := e.running().ID
+			for _, verb := range done {
+				e.do(id, verb)
+			}
+			if begin != "" {
+				e.begin(id, begin)
+			}
+			return id
+		}
+	}
+	return map[sandbox.State]func() string{
+		sandbox.StateCreating:   func() string { sb, _ := e.create(nil); return sb.ID },
+		sandbox.StateRunning:    after(""),
+		sandbox.StatePausing:    after(sandbox.VerbPause),
+		sandbox.StatePaused:     after("", sandbox.VerbPause),
+		sandbox.StateResuming:   after(sandbox.VerbResume, sandbox.VerbPause),
+		sandbox.StateSuspending: after(sandbox.VerbSuspend),
+		sandbox.StateSuspended:  after("", sandbox.VerbSuspend),
+		sandbox.StateRestoring:  after(sandbox.VerbRestore, sandbox.VerbSuspend),
+		sandbox.StateStopping:   after(sandbox.VerbStop),
+		sandbox.StateStopped:    after("", sandbox.VerbStop),
+		sandbox.StateStarting:   after(sandbox.VerbStart, sandbox.VerbStop),
+		sandbox.StateForking:    after(sandbox.VerbFork),
+		sandbox.StateSnapping:   after(sandbox.VerbSnapshot),
+		sandbox.StateRolling: func() string {
+			id := e.running().ID
+			e.rollback(id, e.do(id, sandbox.VerbSnapshot).Snapshot)
+			return id
+		},
+		sandbox.StateDeleting: after(sandbox.VerbDelete),
+		sandbox.StateDeleted:  after("", sandbox.VerbDelete),
+		sandbox.StateFailed: func() string {
+			sb, op := e.create(nil)
+			e.must(e.s.FinishOperation(e.ctx, op.ID, failed(sandbox.StateFailed)))
+			return sb.ID
+		},
+	}
+}
+
+// table asks every verb in every state.
 func table(e *env) {
 	verbs := []sandbox.Verb{
 		sandbox.VerbDelete, sandbox.VerbStop, sandbox.VerbStart, sandbox.VerbPause, sandbox.VerbResume, sandbox.VerbSuspend, sandbox.VerbRestore,
 		sandbox.VerbWake, sandbox.VerbFork, sandbox.VerbSnapshot, sandbox.VerbRollback, sandbox.VerbExit, sandbox.VerbCreate, sandbox.VerbBuild,
 	}
-	walks := map[sandbox.State]func() string{
-		sandbox.StateCreating: func() string { sb, _ := e.create(nil); return sb.ID },
-		sandbox.StateRunning:  func() string { return e.running().ID },
-		sandbox.StatePausing:  func() string { id := e.running().ID; e.begin(id, sandbox.VerbPause); return id },
-		sandbox.StatePaused:   func() string { return e.walk(sandbox.VerbPause, sandbox.StatePaused) },
-		sandbox.StateStopped:  func() string { return e.walk(sandbox.VerbStop, sandbox.StateStopped) },
-		sandbox.StateDeleting: func() string { id := e.running().ID; e.begin(id, sandbox.VerbDelete); return id },
-		sandbox.StateDeleted:  func() string { id := e.running().ID; e.deleted(id); return id },
-		sandbox.StateFailed: func() string {
-			sb, op := e.create(nil)
-			e.must(e.s.FinishOperation(e.ctx, op.ID, sandbox.StateFailed, nil, sandbox.Errorf(sandbox.Internal, "x", "x")))
-			return sb.ID
-		},
-	}
-	for state, walk := range walks {
+	walks := e.walks()
+	for _, state := range sandbox.States {
 		for _, verb := range verbs {
-			id := walk()
+			id := walks[state]()
 			before := e.get(id)
 			if before.State != state {
 				e.Fatalf("walked to %s, not to %s", before.State, state)
 			}
-			sb, op, _, err := e.s.BeginVerb(e.ctx, e.project, id, verb, e.newOp(verb), sandbox.Idempotency{})
+			sb, op, _, err := e.s.BeginVerb(e.ctx, e.project, id, verb, e.bring(verb), sandbox.Idempotency{})
 			t, ok := sandbox.Find(state, verb)
-			if !ok || verb == sandbox.VerbExit || t.Guard != sandbox.Always {
-				if !sandbox.IsClass(err, sandbox.FailedPrecondition) {
-					e.Errorf("%s from %s: %v", verb, state, err)
-				}
+			ok = ok && verb != sandbox.VerbExit
+			if ok && (t.Guard == sandbox.HasSnapshot || t.Guard != sandbox.Always && before.Image == "") {
+				e.wants(err, sandbox.FailedPrecondition, string(t.Guard))
+				ok = false
+			} else if !ok {
+				e.wants(err, sandbox.FailedPrecondition, "wrong_state")
+			}
+			if !ok {
 				if after := e.get(id); after.Generation != before.Generation || after.State != before.State {
 					e.Errorf("%s from %s was refused and changed the row", verb, state)
 				}
@@ -87,13 +120,6 @@ func table(e *env) {
 			}
 		}
 	}
-}
-
-func (e *env) walk(verb sandbox.Verb, to sandbox.State) string {
-	e.Helper()
-	id := e.running().ID
-	e.must(e.s.FinishOperation(e.ctx, e.begin(id, verb).ID, to, nil, nil))
-	return id
 }
 
 func supersede(e *env) {
@@ -114,7 +140,7 @@ func staleFinish(e *env) {
 	sb, first := e.create(nil)
 	e.begin(sb.ID, sandbox.VerbDelete)
 	before := e.get(sb.ID)
-	e.wants(e.s.FinishOperation(e.ctx, first.ID, sandbox.StateRunning, nil, nil), sandbox.Conflict, "stale_generation")
+	e.wants(e.s.FinishOperation(e.ctx, first.ID, sandbox.Outcome{To: sandbox.StateRunning}), sandbox.Conflict, "stale_generation")
 	if after := e.get(sb.ID); after.State != before.State || after.Operation != before.Operation || after.End != nil {
 		e.Errorf("a stale end changed %+v to %+v", before, after)
 	}
@@ -122,8 +148,8 @@ func staleFinish(e *env) {
 
 func finishTwice(e *env) {
 	sb, op := e.create(nil)
-	e.must(e.s.FinishOperation(e.ctx, op.ID, sandbox.StateRunning, nil, nil))
-	e.wants(e.s.FinishOperation(e.ctx, op.ID, sandbox.StateFailed, nil, sandbox.Errorf(sandbox.Internal, "x", "x")), sandbox.Conflict, "stale_generation")
+	e.must(e.s.FinishOperation(e.ctx, op.ID, sandbox.Outcome{To: sandbox.StateRunning}))
+	e.wants(e.s.FinishOperation(e.ctx, op.ID, sandbox.Outcome{To: sandbox.StateFailed, Failure: sandbox.Errorf(sandbox.Internal, "x", "x")}), sandbox.Conflict, "stale_generation")
 	if got := e.get(sb.ID); got.State != sandbox.StateRunning || got.Operation != "" {
 		e.Errorf("after both: %+v", got)
 	}
@@ -132,7 +158,7 @@ func finishTwice(e *env) {
 func wrongEnd(e *env) {
 	sb, op := e.create(nil)
 	for _, to := range []sandbox.State{sandbox.StatePaused, sandbox.StateDeleted, sandbox.StateFailed, "wild"} {
-		e.wants(e.s.FinishOperation(e.ctx, op.ID, to, nil, nil), sandbox.Internal, "wrong_transition")
+		e.wants(e.s.FinishOperation(e.ctx, op.ID, sandbox.Outcome{To: to}), sandbox.Internal, "wrong_transition")
 	}
 	if got := e.get(sb.ID); got.State != sandbox.StateCreating {
 		e.Errorf("it is %s", got.State)
@@ -140,22 +166,26 @@ func wrongEnd(e *env) {
 	// A delete can't fail, or the row would stay between states with nothing under way.
 	del := e.begin(sb.ID, sandbox.VerbDelete)
 	failure := sandbox.Errorf(sandbox.Internal, "x", "x")
-	e.wants(e.s.FinishOperation(e.ctx, del.ID, sandbox.StateDeleting, nil, failure), sandbox.Internal, "wrong_transition")
-	e.wants(e.s.FinishOperation(e.ctx, sandbox.NewID(sandbox.KindOperation), sandbox.StateRunning, nil, nil), sandbox.NotFound, "operation_not_found")
+	e.wants(e.s.FinishOperation(e.ctx, del.ID, sandbox.Outcome{To: sandbox.StateDeleting, Failure: failure}), sandbox.Internal, "wrong_transition")
+	e.wants(e.s.FinishOperation(e.ctx, sandbox.NewID(sandbox.KindOperation), sandbox.Outcome{To: sandbox.StateRunning}), sandbox.NotFound, "operation_not_found")
 }
 
 func observed(e *env) {
 	sb, op := e.create(nil)
 	end := sandbox.End{Reason: sandbox.EndOOM, Detail: "d", At: e.clock}
-	see := func(id string, generation int64, want bool) {
+	see := func(id string, epoch int64, want bool) {
 		e.Helper()
-		if got, err := e.s.Observed(e.ctx, id, generation, end); err != nil || got != want {
+		if got, err := e.s.Observed(e.ctx, id, epoch, end); err != nil || got != want {
 			e.Fatalf("observed: %v %v, want %v", got, err, want)
 		}
 	}
-	see(sb.ID, 1, false) // creating
-	e.must(e.s.FinishOperation(e.ctx, op.ID, sandbox.StateRunning, nil, nil))
-	see(sb.ID, 2, false)
+	see(sb.ID, 0, false) // creating
+	see(sb.ID, 1, false)
+	e.finish(op)
+	// What keeps its machine raises the generation and leaves the epoch.
+	e.do(sb.ID, sandbox.VerbPause)
+	e.do(sb.ID, sandbox.VerbResume)
+	see(sb.ID, 3, false)
 	see(sb.ID, 0, false)
 	see(sandbox.NewID(sandbox.KindSandbox), 1, false)
 	see(sb.ID, 1, true)
@@ -163,42 +193,39 @@ func observed(e *env) {
 	if got := e.get(sb.ID); got.State != sandbox.StateFailed || got.End == nil || got.End.Reason != sandbox.EndOOM || !got.End.At.Equal(end.At) {
 		e.Errorf("%+v", got)
 	}
-}
-
-func driver(e *env) {
-	sb, _ := e.create(nil)
-	e.must(e.s.SetDriver(e.ctx, sb.ID, 1, "gvisor"))
-	e.wants(e.s.SetDriver(e.ctx, sb.ID, 2, "other"), sandbox.Conflict, "stale_generation")
-	if got := e.get(sb.ID); got.Driver != "gvisor" {
-		e.Errorf("driver %q", got.Driver)
-	}
+	paused := e.running().ID
+	e.do(paused, sandbox.VerbPause)
+	see(paused, 1, true)
+	gone := e.running().ID
+	e.do(gone, sandbox.VerbSuspend)
+	see(gone, 1, false)
 }
 
 func idempotency(e *env) {
 	idem := sandbox.Idempotency{Key: "k", Request: [32]byte{1}}
-	first, op, _, err := e.s.CreateSandbox(e.ctx, newSandbox(e.project, "base", e.tick()), e.newOp(sandbox.VerbCreate), idem)
+	first, op, _, err := e.s.CreateSandbox(e.ctx, newSandbox(e.project, "base", e.tick()), e.newOp(sandbox.VerbCreate), sandbox.Capacity{}, idem)
 	e.must(err)
-	again, op2, replayed, err := e.s.CreateSandbox(e.ctx, newSandbox(e.project, "base", e.tick()), e.newOp(sandbox.VerbCreate), idem)
+	again, op2, replayed, err := e.s.CreateSandbox(e.ctx, newSandbox(e.project, "base", e.tick()), e.newOp(sandbox.VerbCreate), sandbox.Capacity{}, idem)
 	e.must(err)
 	if !replayed || again.ID != first.ID || op2.ID != op.ID {
 		e.Errorf("replay %+v %+v %v", again, op2, replayed)
 	}
 	// The same key means another thing on another route, sandbox and project.
-	_, del, replayed, err := e.s.BeginVerb(e.ctx, e.project, first.ID, sandbox.VerbDelete, e.newOp(sandbox.VerbDelete), idem)
+	_, del, replayed, err := e.s.BeginVerb(e.ctx, e.project, first.ID, sandbox.VerbDelete, e.bring(sandbox.VerbDelete), idem)
 	if err != nil || replayed {
 		e.Errorf("another route: %v %v", replayed, err)
 	}
-	_, del2, replayed, err := e.s.BeginVerb(e.ctx, e.project, first.ID, sandbox.VerbDelete, e.newOp(sandbox.VerbDelete), idem)
+	_, del2, replayed, err := e.s.BeginVerb(e.ctx, e.project, first.ID, sandbox.VerbDelete, e.bring(sandbox.VerbDelete), idem)
 	if err != nil || !replayed || del2.ID != del.ID {
 		e.Errorf("a repeated delete: %+v %v %v", del2, replayed, err)
 	}
 	second := e.running()
-	if _, _, replayed, err := e.s.BeginVerb(e.ctx, e.project, second.ID, sandbox.VerbDelete, e.newOp(sandbox.VerbDelete), idem); err != nil || replayed {
+	if _, _, replayed, err := e.s.BeginVerb(e.ctx, e.project, second.ID, sandbox.VerbDelete, e.bring(sandbox.VerbDelete), idem); err != nil || replayed {
 		e.Errorf("another sandbox: %v %v", replayed, err)
 	}
 	other := e.newProject("other")
 	e.put(other, digestA, "base:latest")
-	if _, _, replayed, err := e.s.CreateSandbox(e.ctx, newSandbox(other, "base", e.tick()), e.newOp(sandbox.VerbCreate), idem); err != nil || replayed {
+	if _, _, replayed, err := e.s.CreateSandbox(e.ctx, newSandbox(other, "base", e.tick()), e.newOp(sandbox.VerbCreate), sandbox.Capacity{}, idem); err != nil || replayed {
 		e.Errorf("another project: %v %v", replayed, err)
 	}
 	b1, _, err := e.s.CreateOperation(e.ctx, e.build(), idem)
@@ -217,20 +244,20 @@ func (e *env) build() sandbox.Operation {
 
 func idempotencyMismatch(e *env) {
 	sb := newSandbox(e.project, "base", e.tick())
-	_, _, _, err := e.s.CreateSandbox(e.ctx, sb, e.newOp(sandbox.VerbCreate), sandbox.Idempotency{Key: "k", Request: [32]byte{1}})
+	_, _, _, err := e.s.CreateSandbox(e.ctx, sb, e.newOp(sandbox.VerbCreate), sandbox.Capacity{}, sandbox.Idempotency{Key: "k", Request: [32]byte{1}})
 	e.must(err)
-	_, _, _, err = e.s.CreateSandbox(e.ctx, newSandbox(e.project, "base", e.tick()), e.newOp(sandbox.VerbCreate), sandbox.Idempotency{Key: "k", Request: [32]byte{2}})
+	_, _, _, err = e.s.CreateSandbox(e.ctx, newSandbox(e.project, "base", e.tick()), e.newOp(sandbox.VerbCreate), sandbox.Capacity{}, sandbox.Idempotency{Key: "k", Request: [32]byte{2}})
 	e.wants(err, sandbox.Conflict, "idempotency_mismatch")
 }
 
 func idempotencyExpires(e *env) {
 	idem := sandbox.Idempotency{Key: "k", Request: [32]byte{1}}
-	_, _, _, err := e.s.CreateSandbox(e.ctx, newSandbox(e.project, "base", e.tick()), e.newOp(sandbox.VerbCreate), idem)
+	_, _, _, err := e.s.CreateSandbox(e.ctx, newSandbox(e.project, "base", e.tick()), e.newOp(sandbox.VerbCreate), sandbox.Capacity{}, idem)
 	e.must(err)
 	e.clock = e.clock.Add(25 * time.Hour)
 	idem.Request = [32]byte{2}
 	for i, want := range []bool{false, true} {
-		_, _, replayed, err := e.s.CreateSandbox(e.ctx, newSandbox(e.project, "base", e.tick()), e.newOp(sandbox.VerbCreate), idem)
+		_, _, replayed, err := e.s.CreateSandbox(e.ctx, newSandbox(e.project, "base", e.tick()), e.newOp(sandbox.VerbCreate), sandbox.Capacity{}, idem)
 		if err != nil || replayed != want {
 			e.Errorf("call %d a day later: %v %v", i, replayed, err)
 		}
@@ -244,7 +271,7 @@ func duplicates(e *env) {
 	var wg sync.WaitGroup
 	for i := range ids {
 		wg.Go(func() {
-			sb, op, _, err := e.s.CreateSandbox(e.ctx, newSandbox(e.project, "base", at), newOp(sandbox.VerbCreate, at), sandbox.Idempotency{Key: "k"})
+			sb, op, _, err := e.s.CreateSandbox(e.ctx, newSandbox(e.project, "base", at), newOp(sandbox.VerbCreate, at), sandbox.Capacity{}, sandbox.Idempotency{Key: "k"})
 			if err != nil {
 				e.Error(err)
 			}
@@ -264,7 +291,7 @@ func duplicates(e *env) {
 func cancelled(e *env) {
 	ctx, cancel := context.WithCancel(e.ctx)
 	cancel()
-	_, _, _, err := e.s.CreateSandbox(ctx, newSandbox(e.project, "base", e.tick()), e.newOp(sandbox.VerbCreate), sandbox.Idempotency{})
+	_, _, _, err := e.s.CreateSandbox(ctx, newSandbox(e.project, "base", e.tick()), e.newOp(sandbox.VerbCreate), sandbox.Capacity{}, sandbox.Idempotency{})
 	if !sandbox.IsClass(err, sandbox.Unavailable) {
 		e.Errorf("a write: %v", err)
 	}

@@ -59,7 +59,7 @@ func projectsApart(e *env) {
 	_, missing["sandbox"] = e.s.Sandbox(e.ctx, other, sb.ID)
 	_, missing["labels"] = e.s.SetLabels(e.ctx, other, sb.ID, nil)
 	_, missing["expiry"] = e.s.SetExpiry(e.ctx, other, sb.ID, nil)
-	_, _, _, missing["verb"] = e.s.BeginVerb(e.ctx, other, sb.ID, sandbox.VerbDelete, e.newOp(sandbox.VerbDelete), sandbox.Idempotency{})
+	_, _, _, missing["verb"] = e.s.BeginVerb(e.ctx, other, sb.ID, sandbox.VerbDelete, e.bring(sandbox.VerbDelete), sandbox.Idempotency{})
 	_, missing["operation"] = e.s.Operation(e.ctx, other, op.ID)
 	_, missing["session"] = e.s.Session(e.ctx, other, sb.ID, ses.ID)
 	_, missing["session elsewhere"] = e.s.Session(e.ctx, e.project, sandbox.NewID(sandbox.KindSandbox), ses.ID)
@@ -100,7 +100,7 @@ func paging(e *env) {
 	// Rows of the same instant are not lost between pages either.
 	at := e.clock
 	for range 5 {
-		sb, _, _, err := e.s.CreateSandbox(e.ctx, newSandbox(e.project, "base", at), newOp(sandbox.VerbCreate, at), sandbox.Idempotency{})
+		sb, _, _, err := e.s.CreateSandbox(e.ctx, newSandbox(e.project, "base", at), newOp(sandbox.VerbCreate, at), sandbox.Capacity{}, sandbox.Idempotency{})
 		e.must(err)
 		want = append(want, sb.ID)
 	}
@@ -156,7 +156,7 @@ func filters(e *env) {
 	a, _ := e.create(map[string]string{"team": "x", "a.b/c": "1"})
 	b, op := e.create(map[string]string{"team": "x"})
 	c, _ := e.create(map[string]string{"team": "y"})
-	e.must(e.s.FinishOperation(e.ctx, op.ID, sandbox.StateRunning, nil, nil))
+	e.must(e.s.FinishOperation(e.ctx, op.ID, sandbox.Outcome{To: sandbox.StateRunning}))
 	for _, f := range []struct {
 		filter sandbox.SandboxFilter
 		want   []string
@@ -204,21 +204,41 @@ func changes(e *env) {
 }
 
 func expired(e *env) {
-	at := e.clock.Add(time.Minute)
-	var ids []string
-	for range 3 {
-		sb := e.running()
-		_, err := e.s.SetExpiry(e.ctx, e.project, sb.ID, &at)
+	at := e.clock.Add(time.Hour)
+	with := func(on sandbox.Reaction, verbs ...sandbox.Verb) string {
+		id := e.running().ID
+		_, err := e.s.SetExpiry(e.ctx, e.project, id, &at)
 		e.must(err)
-		ids = append(ids, sb.ID)
+		p := sandbox.DefaultPolicy
+		p.OnExpiry = on
+		_, err = e.s.SetPolicy(e.ctx, e.project, id, p)
+		e.must(err)
+		for _, verb := range verbs {
+			e.do(id, verb)
+		}
+		return id
 	}
-	e.begin(ids[0], sandbox.VerbDelete)
-	e.deleted(ids[1])
+	e.begin(with(sandbox.ReactDelete), sandbox.VerbDelete)
+	with(sandbox.ReactDelete, sandbox.VerbDelete)
 	e.running()
-	for when, want := range map[time.Time]int{at.Add(-1): 0, at: 1} {
+	want := []string{
+		with(sandbox.ReactDelete), with(sandbox.ReactDelete, sandbox.VerbSuspend), with(sandbox.ReactSuspend), with(sandbox.ReactSuspend, sandbox.VerbPause),
+		with(sandbox.ReactStop),
+	}
+	// The verb has been done, or can't be asked for now.
+	with(sandbox.ReactSuspend, sandbox.VerbSuspend)
+	with(sandbox.ReactStop, sandbox.VerbStop)
+	e.begin(with(sandbox.ReactSuspend), sandbox.VerbSnapshot)
+	slices.Sort(want)
+	for when, want := range map[time.Time][]string{at.Add(-1): nil, at: want} {
 		list, err := e.s.ExpiredSandboxes(e.ctx, when, 10)
-		if err != nil || len(list) != want || want == 1 && list[0].ID != ids[2] {
-			e.Errorf("at %s: %v %v", when, list, err)
+		e.must(err)
+		var got []string
+		for _, sb := range list {
+			got = append(got, sb.ID)
+		}
+		if !slices.Equal(got, want) {
+			e.Errorf("at %s: %v, want %v", when, got, want)
 		}
 	}
 	if list, err := e.s.ExpiredSandboxes(e.ctx, at, 0); err != nil || len(list) != 0 {
@@ -246,7 +266,7 @@ func progress(e *env) {
 		e.Errorf("running: %+v", got)
 	}
 	e.wants(e.s.UpdateOperation(e.ctx, op.ID, sandbox.OpFailed, "", nil), sandbox.Internal, "wrong_transition")
-	e.must(e.s.FinishOperation(e.ctx, op.ID, sandbox.StateFailed, nil, sandbox.Errorf(sandbox.NoCapacity, "full", "full").WithHint("h")))
+	e.must(e.s.FinishOperation(e.ctx, op.ID, sandbox.Outcome{To: sandbox.StateFailed, Failure: sandbox.Errorf(sandbox.NoCapacity, "full", "full").WithHint("h")}))
 	e.must(e.s.UpdateOperation(e.ctx, op.ID, sandbox.OpRunning, "late", delay))
 	got := get()
 	if got.State != sandbox.OpFailed || got.Step != "" || got.Delay != nil || got.EndedAt == nil {
@@ -314,7 +334,7 @@ func sessions(e *env) {
 	sb, op := e.create(nil)
 	_, _, err := e.s.CreateSession(e.ctx, e.session(sb.ID), sandbox.Idempotency{})
 	e.wants(err, sandbox.FailedPrecondition, "not_running")
-	e.must(e.s.FinishOperation(e.ctx, op.ID, sandbox.StateRunning, nil, nil))
+	e.must(e.s.FinishOperation(e.ctx, op.ID, sandbox.Outcome{To: sandbox.StateRunning}))
 	idem := sandbox.Idempotency{Key: "k"}
 	ses, replayed, err := e.s.CreateSession(e.ctx, e.session(sb.ID), idem)
 	if err != nil || replayed || ses.Process.Args[2] != "x" || ses.Process.TTY.Cols != 2 || ses.Process.Timeout != time.Second || ses.Generation != 1 {

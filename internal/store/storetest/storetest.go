@@ -6,6 +6,7 @@ package storetest
 
 import (
 	"context"
+	"encoding/json"
 	"testing"
 	"time"
 
@@ -46,7 +47,28 @@ var cases = []testCase{
 	{"an operation ends once", finishTwice},
 	{"an end may not leave the table", wrongEnd},
 	{"an observed end is fenced by generation and state", observed},
-	{"the driver is fenced by generation", driver},
+	{"an outcome sets what a machine's coming and going changes", outcomes},
+	{"an outcome must fit its operation", wrongOutcome},
+	{"a lost machine ends a verb in failed", lost},
+	{"a verb that fails goes back where it came from", wayBack},
+	{"a verb brings what it needs and nothing else", wrongBegin},
+	{"guards ask for the image and its kind", guards},
+	{"a rollback goes to this sandbox's past", past},
+	{"snapshots become ready with their operation, or fail with it", snapshots},
+	{"snapshots are listed, paged and filtered", snapshotLists},
+	{"snapshots form a tree that a deletion closes", tree},
+	{"a snapshot in use stays", snapshotInUse},
+	{"what nothing needs is garbage", garbage},
+	{"a fork makes children and is replayed from its row", fork},
+	{"a sandbox is created from a snapshot", createFrom},
+	{"sessions go on from another timeline", inherited},
+	{"a checkpoint becomes the image of the machine it was taken of", checkpoints},
+	{"quotas bound what a project has", quotas},
+	{"the host's capacity bounds all projects", capacity},
+	{"usage follows every state", usage},
+	{"a touch never goes back", touches},
+	{"idle sandboxes are found", idle},
+	{"a backup is a new file", backup},
 	{"another project's rows are not found", projectsApart},
 	{"lists are paged, newest first, without gaps", paging},
 	{"a bad page token is invalid", badTokens},
@@ -131,7 +153,8 @@ func newOp(verb sandbox.Verb, at time.Time) sandbox.Operation {
 
 func newSandbox(project, template string, at time.Time) sandbox.Sandbox {
 	return sandbox.Sandbox{
-		ID: sandbox.NewID(sandbox.KindSandbox), Project: project, Template: template, Resources: sandbox.DefaultResources, CreatedAt: at,
+		ID: sandbox.NewID(sandbox.KindSandbox), Project: project, Template: template, Resources: sandbox.DefaultResources, Policy: sandbox.DefaultPolicy,
+		CreatedAt: at,
 	}
 }
 
@@ -140,7 +163,7 @@ func (e *env) create(labels map[string]string) (sandbox.Sandbox, sandbox.Operati
 	e.Helper()
 	sb := newSandbox(e.project, "base", e.tick())
 	sb.Labels = labels
-	sb, op, _, err := e.s.CreateSandbox(e.ctx, sb, e.newOp(sandbox.VerbCreate), sandbox.Idempotency{})
+	sb, op, _, err := e.s.CreateSandbox(e.ctx, sb, e.newOp(sandbox.VerbCreate), sandbox.Capacity{}, sandbox.Idempotency{})
 	e.must(err)
 	return sb, op
 }
@@ -148,7 +171,7 @@ func (e *env) create(labels map[string]string) (sandbox.Sandbox, sandbox.Operati
 func (e *env) running() sandbox.Sandbox {
 	e.Helper()
 	sb, op := e.create(nil)
-	e.must(e.s.FinishOperation(e.ctx, op.ID, sandbox.StateRunning, nil, nil))
+	e.finish(op)
 	return e.get(sb.ID)
 }
 
@@ -159,15 +182,126 @@ func (e *env) get(id string) sandbox.Sandbox {
 	return sb
 }
 
+func (e *env) bring(verb sandbox.Verb) sandbox.Begin { return bring(verb, e.tick()) }
+
+// bring makes what a verb brings, but for a rollback's snapshot.
+func bring(verb sandbox.Verb, at time.Time) sandbox.Begin {
+	b := sandbox.Begin{Op: newOp(verb, at)}
+	snap := func(purpose sandbox.SnapshotPurpose, kind sandbox.SnapshotKind) {
+		b.Snapshot = &sandbox.Snapshot{ID: sandbox.NewID(sandbox.KindSnapshot), Purpose: purpose, Kind: kind, CreatedAt: at}
+	}
+	switch verb {
+	case sandbox.VerbSuspend:
+		snap(sandbox.PurposeSuspend, sandbox.SnapshotMemory)
+	case sandbox.VerbStop:
+		snap(sandbox.PurposeStop, sandbox.SnapshotDisk)
+	case sandbox.VerbSnapshot:
+		snap(sandbox.PurposeNamed, sandbox.SnapshotMemory)
+		b.Snapshot.Name = "named"
+	case sandbox.VerbFork:
+		snap(sandbox.PurposeFork, sandbox.SnapshotMemory)
+		b.Children = children(1, at)
+	}
+	return b
+}
+
+func children(n int, at time.Time) (list []sandbox.NewSandbox) {
+	for range n {
+		list = append(list, sandbox.NewSandbox{
+			Sandbox: sandbox.Sandbox{ID: sandbox.NewID(sandbox.KindSandbox)}, Operation: newOp(sandbox.VerbCreate, at),
+		})
+	}
+	return list
+}
+
 func (e *env) begin(id string, verb sandbox.Verb) sandbox.Operation {
 	e.Helper()
-	_, op, _, err := e.s.BeginVerb(e.ctx, e.project, id, verb, e.newOp(verb), sandbox.Idempotency{})
+	return e.beginWith(id, verb, e.bring(verb))
+}
+
+func (e *env) beginWith(id string, verb sandbox.Verb, b sandbox.Begin) sandbox.Operation {
+	e.Helper()
+	_, op, _, err := e.s.BeginVerb(e.ctx, e.project, id, verb, b, sandbox.Idempotency{})
 	e.must(err)
 	return op
 }
 
+func (e *env) finish(op sandbox.Operation) {
+	e.Helper()
+	e.must(e.s.FinishOperation(e.ctx, op.ID, well(op, e.tick())))
+}
+
+// do asks for a verb and ends it well.
+func (e *env) do(id string, verb sandbox.Verb) sandbox.Operation {
+	e.Helper()
+	op := e.begin(id, verb)
+	e.finish(op)
+	return op
+}
+
+// rollback begins one to a snapshot.
+func (e *env) rollback(id, to string) sandbox.Operation {
+	e.Helper()
+	b := e.bring(sandbox.VerbRollback)
+	b.To = to
+	return e.beginWith(id, sandbox.VerbRollback, b)
+}
+
+// well is how control ends an operation that succeeded, where a snapshot was
+// taken of a running sandbox.
+func well(op sandbox.Operation, at time.Time) sandbox.Outcome {
+	o := sandbox.Outcome{}
+	switch op.Verb {
+	case sandbox.VerbPause:
+		o.To = sandbox.StatePaused
+	case sandbox.VerbSuspend:
+		o.To, o.Image = sandbox.StateSuspended, &op.Snapshot
+	case sandbox.VerbStop:
+		o.To, o.Image = sandbox.StateStopped, &op.Snapshot
+	case sandbox.VerbDelete:
+		o.To, o.End = sandbox.StateDeleted, &sandbox.End{Reason: sandbox.EndDeleted, At: at}
+	case sandbox.VerbResume, sandbox.VerbWake, sandbox.VerbFork:
+		o.To = sandbox.StateRunning
+	case sandbox.VerbSnapshot:
+		o.To, o.Image, o.Base = sandbox.StateRunning, &op.Snapshot, &op.Snapshot
+	case sandbox.VerbRollback:
+		o.To, o.Epoch, o.Image, o.Base = sandbox.StateRunning, op.Generation, &op.Snapshot, &op.Snapshot
+	default:
+		o.To, o.Epoch = sandbox.StateRunning, op.Generation
+	}
+	if op.Snapshot != "" && op.Verb != sandbox.VerbRollback {
+		o.Snapshot = taken(op.Snapshot, at)
+	}
+	return o
+}
+
+func taken(id string, at time.Time) *sandbox.SnapshotStatus {
+	return &sandbox.SnapshotStatus{
+		Snapshot: id, SizeBytes: 3<<20 + 1, TakenAt: at,
+		Needs: sandbox.Needs{Format: 1, Driver: "gvisor", CPU: []string{"avx"}, Digest: digestA},
+	}
+}
+
+// decode reads an event's data.
+func decode[T any](e *env, data []byte) (v T) {
+	e.Helper()
+	e.must(json.Unmarshal(data, &v))
+	return v
+}
+
+// failed is how control ends an operation that did not.
+func failed(to sandbox.State) sandbox.Outcome {
+	return sandbox.Outcome{To: to, Failure: sandbox.Errorf(sandbox.Internal, "x", "x")}
+}
+
+func (e *env) snapshot(id string) sandbox.Snapshot {
+	e.Helper()
+	n, err := e.s.Snapshot(e.ctx, e.project, id)
+	e.must(err)
+	return n
+}
+
 func (e *env) deleted(id string) {
 	e.Helper()
-	op := e.begin(id, sandbox.VerbDelete)
-	e.must(e.s.FinishOperation(e.ctx, op.ID, sandbox.StateDeleted, &sandbox.End{Reason: sandbox.EndDeleted, At: e.clock}, nil))
+	e.do(id, sandbox.VerbDelete)
 }

@@ -33,6 +33,7 @@ type bench struct {
 	shut  func(context.Context) error
 	ids   []string
 	links []*guestlink.Link
+	dirs  []string // of images
 }
 
 // open makes a driver, after ending the one before as if its process had died.
@@ -90,6 +91,9 @@ func (b *bench) clean() error {
 			err = fmt.Errorf("left of %s: %s", id, strings.Join(left, ", "))
 		}
 		errs = append(errs, err, b.h.Networks.Delete(ctx, id))
+	}
+	for _, dir := range b.dirs {
+		errs = append(errs, os.RemoveAll(dir))
 	}
 	if b.shut != nil {
 		errs = append(errs, b.shut(ctx))
@@ -189,15 +193,22 @@ func (b *bench) boxOf(m driver.Machine, setup *guestv1.SetupRequest) (*box, erro
 	return x, x.connect(false, setup)
 }
 
-// connect makes the link.
+// connect makes the link and waits for the guest.
 func (x *box) connect(welcomed bool, setup *guestv1.SetupRequest) error {
+	x.makeLink(welcomed, setup)
+	ctx, cancel := x.b.within(patience)
+	defer cancel()
+	return x.link.Ready(ctx)
+}
+
+// listen makes the link for a guest that has its key already.
+func (x *box) listen() { x.makeLink(true, nil) }
+
+func (x *box) makeLink(welcomed bool, setup *guestv1.SetupRequest) {
 	x.link = guestlink.Start(guestlink.Config{Listen: x.m.Guest, Key: x.key, Welcomed: welcomed, Epoch: 1, Setup: setup})
 	x.b.mu.Lock()
 	x.b.links = append(x.b.links, x.link)
 	x.b.mu.Unlock()
-	ctx, cancel := x.b.within(patience)
-	defer cancel()
-	return x.link.Ready(ctx)
 }
 
 // reconnect makes the link anew; the guest must prove itself.

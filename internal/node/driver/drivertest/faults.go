@@ -55,6 +55,11 @@ var Faults = []Fault{
 	{Name: "adopt_forgets_live", Clause: "adopt", wrap: func(k *broken) { k.forgets = true }},
 	{Name: "list_forgets_ended", Clause: "list", wrap: func(k *broken) { k.shortList = true }},
 	{Name: "discard_leaves_files", Clause: "discard-live", wrap: func(k *broken) { k.noDiscard = true }},
+	{Name: "pause_ignored", Clause: "pause", wrap: func(k *broken) { k.noPause = true }},
+	{Name: "snapshot_halts", Clause: "snapshot-goes-on", wrap: func(k *broken) { k.halts = true }},
+	{Name: "restore_boots", Clause: "restore", wrap: func(k *broken) { k.boots = true }},
+	{Name: "disk_lost", Clause: "disk-restore", wrap: func(k *broken) { k.boots = true }},
+	{Name: "needs_ignored", Clause: "restore-needs", wrap: func(k *broken) { k.careless = true }},
 }
 
 // RunFaults proves that the contract bites: the clause of each fault fails
@@ -115,6 +120,7 @@ type broken struct {
 	driver.Driver
 	change                                                                                    func(*driver.Spec)
 	early, deaf, leak, noKill, noEnd, noExit, frozen, believes, forgets, shortList, noDiscard bool
+	noPause, halts, boots, careless                                                           bool
 	leaked                                                                                    []*os.File
 }
 
@@ -145,6 +151,22 @@ func (k *broken) Create(ctx context.Context, spec driver.Spec) (driver.Machine, 
 		return nil, ctx.Err()
 	}
 	return &brokenMachine{Machine: m, k: k}, nil
+}
+
+// Missing implements driver.Restorer.
+func (k *broken) Missing(needs sandbox.Needs) error {
+	if k.careless {
+		return nil
+	}
+	return k.Driver.Missing(needs)
+}
+
+// Restore implements driver.Restorer.
+func (k *broken) Restore(ctx context.Context, spec driver.Spec, image driver.Image) (driver.Machine, error) {
+	if k.boots {
+		return k.Driver.Create(ctx, spec)
+	}
+	return k.Driver.Restore(ctx, spec, image)
 }
 
 // Adopt implements driver.Driver.
@@ -225,4 +247,21 @@ func (m *brokenMachine) Stats(ctx context.Context) (driver.Stats, error) {
 		return driver.Stats{MemoryBytes: 32 << 20, CPU: time.Second, Processes: 3, DiskBytes: 1 << 20}, nil
 	}
 	return m.Machine.Stats(ctx)
+}
+
+// Pause implements driver.Pauser.
+func (m *brokenMachine) Pause(ctx context.Context) error {
+	if m.k.noPause {
+		return nil
+	}
+	return m.Machine.Pause(ctx)
+}
+
+// Snapshot implements driver.Snapshotter.
+func (m *brokenMachine) Snapshot(ctx context.Context, dir string, kind sandbox.SnapshotKind) (driver.Image, error) {
+	image, err := m.Machine.Snapshot(ctx, dir, kind)
+	if err == nil && m.k.halts {
+		err = m.Machine.Pause(ctx)
+	}
+	return image, err
 }

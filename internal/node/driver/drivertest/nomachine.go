@@ -9,7 +9,10 @@ import (
 )
 
 // noMachine is what a broken driver gives out for a machine that is not there.
-type noMachine struct{ id string }
+type noMachine struct {
+	driver.Machine // nil: nobody gets as far as to pause it
+	id             string
+}
 
 // ID implements driver.Machine.
 func (m noMachine) ID() string { return m.id }

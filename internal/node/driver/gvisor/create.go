@@ -40,14 +40,19 @@ func overhead(memory int64) int64 { return 128*mib + memory/8 }
 
 // Create implements driver.Driver.
 func (d *Driver) Create(ctx context.Context, spec driver.Spec) (driver.Machine, error) {
-	if err := check(spec); err != nil {
-		return nil, err
-	}
-	e, err := d.current()
+	e, err := d.from(d.o.Engine)
 	if err != nil {
 		return nil, err
 	}
-	m, err := d.create(ctx, e, spec)
+	return d.bring(ctx, e, spec, d.request(spec))
+}
+
+// bring makes a machine, and removes what it made of it on an error.
+func (d *Driver) bring(ctx context.Context, e *engine, spec driver.Spec, req enginerpc.CreateRequest) (driver.Machine, error) {
+	if err := check(spec); err != nil {
+		return nil, err
+	}
+	m, err := d.create(ctx, e, req)
 	if err == nil {
 		return m, nil
 	}
@@ -76,25 +81,25 @@ func check(spec driver.Spec) error {
 	return spec.Resources.Validate()
 }
 
-func (d *Driver) create(ctx context.Context, e *engine, spec driver.Spec) (*machine, error) {
-	dir := d.machineDir(spec.ID)
+func (d *Driver) create(ctx context.Context, e *engine, req enginerpc.CreateRequest) (*machine, error) {
+	dir := req.Dir
 	if err := os.MkdirAll(filepath.Dir(dir), 0o700); err != nil {
 		return nil, err
 	}
 	if err := os.Mkdir(dir, 0o700); err != nil {
 		if os.IsExist(err) {
-			return nil, sandbox.Errorf(sandbox.Conflict, "machine_exists", "there is a machine %s, or what is left of one", spec.ID)
+			return nil, sandbox.Errorf(sandbox.Conflict, "machine_exists", "there is a machine %s, or what is left of one", req.ID)
 		}
 		return nil, err
 	}
 	if err := os.Mkdir(filepath.Join(dir, enginerpc.OverlayName), 0o700); err != nil {
 		return nil, err
 	}
-	m := newMachine(d, e, spec.ID)
+	m := newMachine(d, e, req.ID)
 	if _, err := m.Guest(); err != nil { // PID 1 may dial as soon as it runs
 		return nil, err
 	}
-	rec, err := e.create(ctx, d.request(spec))
+	rec, err := e.create(ctx, req)
 	if err != nil {
 		m.closeGuest()
 		return nil, err

@@ -7,7 +7,6 @@ import (
 	"encoding/hex"
 	"encoding/json"
 	"errors"
-	"fmt"
 	"io"
 	"io/fs"
 	"net"
@@ -57,13 +56,13 @@ func (d *Driver) engineAt(dir string) *engine {
 	return e
 }
 
-// current returns the engine for new machines.
-func (d *Driver) current() (*engine, error) {
-	e := d.engineAt(d.engineDir(d.o.Engine))
+// from returns the engine whose binary lies at path.
+func (d *Driver) from(path string) (*engine, error) {
+	e := d.engineAt(d.engineDir(path))
 	if err := os.MkdirAll(e.dir, 0o700); err != nil {
 		return nil, err
 	}
-	err := os.Symlink(d.o.Engine, filepath.Join(e.dir, binaryLink))
+	err := os.Symlink(path, filepath.Join(e.dir, binaryLink))
 	if err != nil && !errors.Is(err, fs.ErrExist) {
 		return nil, err
 	}
@@ -127,7 +126,7 @@ func (e *engine) start(ctx context.Context) error {
 	if err := e.once(ctx, http.MethodGet, "/v1/about", nil, &enginerpc.About{}); err == nil {
 		return nil
 	}
-	binary, err := os.Readlink(filepath.Join(e.dir, binaryLink))
+	binary, err := e.binary()
 	if err != nil {
 		return err
 	}
@@ -211,7 +210,8 @@ func (e *engine) once(ctx context.Context, method, path string, in, out any) err
 		if ctx.Err() != nil {
 			return ctx.Err()
 		}
-		return fmt.Errorf("ask the gVisor engine: %w", err)
+		// Its process ended under the call; the next one starts another.
+		return sandbox.Errorf(sandbox.Unavailable, "engine_unreachable", "ask the gVisor engine: %w", err)
 	}
 	defer resp.Body.Close()
 	dec := json.NewDecoder(io.LimitReader(resp.Body, enginerpc.MaxAnswer))
@@ -237,6 +237,22 @@ func (e *engine) get(ctx context.Context, id string) (enginerpc.Machine, error) 
 	var m enginerpc.Machine
 	return m, e.call(ctx, http.MethodGet, "/v1/machines/"+id, nil, &m)
 }
+
+func (e *engine) pause(ctx context.Context, id string) error {
+	return e.call(ctx, http.MethodPost, "/v1/pause/"+id, nil, nil)
+}
+
+func (e *engine) resume(ctx context.Context, id string) error {
+	return e.call(ctx, http.MethodPost, "/v1/resume/"+id, nil, nil)
+}
+
+func (e *engine) snapshot(ctx context.Context, id string, req enginerpc.SnapshotRequest) (enginerpc.Snapshot, error) {
+	var s enginerpc.Snapshot
+	return s, e.call(ctx, http.MethodPost, "/v1/snapshot/"+id, req, &s)
+}
+
+// binary is the path of the engine's binary.
+func (e *engine) binary() (string, error) { return os.Readlink(filepath.Join(e.dir, binaryLink)) }
 
 func (e *engine) kill(ctx context.Context, id string) error {
 	return e.call(ctx, http.MethodPost, "/v1/kill/"+id, nil, nil)

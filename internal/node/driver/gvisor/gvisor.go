@@ -33,7 +33,10 @@ type Options struct {
 	Engine   string   // the engine for new machines: an artifact that is never overwritten
 	Guest    string   // the guest binary that Probe runs
 	Networks Networks // for Probe
-	Log      *slog.Logger
+	// EngineByHash finds the engine of that hash, which an image needs; nil: there
+	// is only Engine.
+	EngineByHash func(hash string) (path string, err error)
+	Log          *slog.Logger
 }
 
 // Driver runs machines as gVisor sandboxes.

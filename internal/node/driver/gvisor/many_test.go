@@ -20,7 +20,7 @@ import (
 // engineProcess is the control process of the fixture's engine.
 func (f *fixture) engineProcess() sys.Process {
 	f.t.Helper()
-	e, err := f.d.current()
+	e, err := f.d.from(f.d.o.Engine)
 	if err != nil {
 		f.t.Fatal(err)
 	}

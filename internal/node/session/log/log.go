@@ -1,6 +1,7 @@
 // Package log keeps one session's output on disk: an append-only log whose
 // position is the number of output bytes (stdout and stderr together) before
-// it.
+// it. It may begin at an offset other than 0, where a session goes on from
+// another one's.
 //
 // A log is a directory of segment files, each named by its first offset and
 // made of framed records. Invariants: what Flush has written survives the end
@@ -43,6 +44,9 @@ type Options struct {
 	// Segment is the size at which a new segment begins; 0 is 16 MiB, or an
 	// eighth of a smaller quota.
 	Segment int64
+	// Base is the offset at which the log begins: what lies before it never was
+	// in it, which readers are told as a gap.
+	Base uint64
 	// Sealed opens a finished log whose end is End: nothing is checked or cut
 	// beforehand and nothing can be appended.
 	Sealed bool
@@ -120,7 +124,7 @@ func Open(dir string, opt Options) (*Log, error) {
 	})
 	if opt.Sealed {
 		l.written = opt.End
-	} else if err := l.cutTail(); err != nil {
+	} else if err := l.cutTail(opt.Base); err != nil {
 		return nil, err
 	}
 	l.accepted = l.written
@@ -130,8 +134,9 @@ func Open(dir string, opt Options) (*Log, error) {
 // cutTail checks the last segment and cuts it at the first bad record. The
 // segments before it were full; what a power loss may have taken from them is
 // found, and told, when they are read.
-func (l *Log) cutTail() error {
+func (l *Log) cutTail(base uint64) error {
 	if len(l.segs) == 0 {
+		l.written = base
 		return nil
 	}
 	s := &l.segs[len(l.segs)-1]

@@ -352,3 +352,41 @@ func BenchmarkRead(b *testing.B) {
 		must(b, r.Close())
 	}
 }
+
+// A log may begin anywhere; what lies before is a gap, however it is opened.
+func TestBase(t *testing.T) {
+	const base = 1 << 40
+	dir := t.TempDir()
+	data := noise(7, 300<<10)
+	opt := Options{Base: base, Segment: 100 << 10}
+	l := open(t, dir, opt)
+	check := func(l *Log, want []byte) {
+		t.Helper()
+		for _, from := range []uint64{0, 5, base - 1, base} {
+			out, gaps := readAll(t, l, from)
+			if !bytes.Equal(out, want) {
+				t.Fatalf("from %d: %d of %d bytes", from, len(out), len(want))
+			}
+			if from < base && (len(gaps) != 1 || gaps[0] != [2]uint64{from, base}) || from == base && gaps != nil {
+				t.Fatalf("from %d: gaps %v", from, gaps)
+			}
+		}
+	}
+	if l.First() != base || l.Written() != base || l.Accepted() != base {
+		t.Fatal(l.First(), l.Written(), l.Accepted())
+	}
+	check(l, nil)
+	must(t, l.Append(Stdout, data))
+	must(t, l.Append(Exit, []byte("x")))
+	must(t, l.Sync())
+	check(l, data)
+	again := open(t, dir, opt)
+	if tail := again.Tail(); tail == nil || tail.Offset != base+uint64(len(data)) || again.First() != base {
+		t.Fatalf("%+v", again.Tail())
+	}
+	check(again, data)
+	check(open(t, dir, Options{Sealed: true, End: base + uint64(len(data))}), data)
+	if started, starting := again.Beginning(); started != nil || starting {
+		t.Error("it has no beginning")
+	}
+}

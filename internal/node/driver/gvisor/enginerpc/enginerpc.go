@@ -7,6 +7,9 @@
 //	GET    /v1/machines/{id}   → Machine
 //	DELETE /v1/machines/{id}   → 204; ends the machine and forgets it
 //	POST   /v1/kill/{id}       → 204; ends the machine and remembers how
+//	POST   /v1/pause/{id}      → 204; its processes stand still. Idempotent
+//	POST   /v1/resume/{id}     → 204; they go on. Idempotent
+//	POST   /v1/snapshot/{id}   SnapshotRequest → Snapshot; the machine is then as it was
 //	POST   /v1/quit            → 204; ends the control process if it has no machines, else 409
 //
 // Every error is a *sandbox.Error in the body. A machine lives and dies with
@@ -41,6 +44,13 @@ const (
 	PanicName   = "panic.log"   // what the engine's own runtime wrote when it crashed
 	ConsoleName = "console.log" // the beginning and the end of what PID 1 wrote to stdout and stderr
 	FifoName    = "console"
+	RequestName = "request.json" // the CreateRequest that made it; also a file of each memory image
+)
+
+// What a snapshot holds.
+const (
+	Memory = "memory" // every process, and the disk
+	Disk   = "disk"   // what was written over the image, and nothing of /run, /dev/shm and the like
 )
 
 // About describes a control process.
@@ -70,6 +80,25 @@ type CreateRequest struct {
 	MilliCPU      int   `json:"milli_cpu"`
 	MaxProcs      int   `json:"max_procs"` // processes of each guest user but root
 	MaxTasks      int   `json:"max_tasks"` // host processes and threads
+
+	// Restore is the directory of an image that the machine is made from, and
+	// RestoreKind what that holds. A memory image has frozen Args, Env, Tmpfs,
+	// Binds' targets, MemoryBytes, DiskBytes, MilliCPU and MaxProcs: those of the
+	// request that it holds are taken, whatever stands here.
+	Restore     string `json:"restore,omitempty"`
+	RestoreKind string `json:"restore_kind,omitempty"`
+}
+
+// SnapshotRequest asks for an image.
+type SnapshotRequest struct {
+	Dir  string `json:"dir"` // absolute; exists and is empty
+	Kind string `json:"kind"`
+}
+
+// Snapshot is what was written.
+type Snapshot struct {
+	Engine     string `json:"engine"` // version
+	StoodNanos int64  `json:"stood_nanos"`
 }
 
 // Bind shows a file or directory of the host to the guest, read-only.
@@ -94,4 +123,15 @@ type Machine struct {
 	Gofer  sys.Process  `json:"gofer"`
 	Live   bool         `json:"live"` // the sentry runs, and answered just now
 	End    *sandbox.End `json:"end,omitempty"`
+	// Pause is where the machine stands between running ("") and paused. It is
+	// written before and after each change, so that a control process that died
+	// between is found out.
+	Pause string `json:"pause,omitempty"`
 }
+
+// The values of Machine.Pause.
+const (
+	Pausing  = "pausing"
+	Paused   = "paused"
+	Resuming = "resuming"
+)

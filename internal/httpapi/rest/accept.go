@@ -1,4 +1,4 @@
-package dataplane
+package rest
 
 import (
 	"mime"
@@ -6,14 +6,13 @@ import (
 	"strconv"
 	"strings"
 
-	"cloche.dev/cloche/internal/httpapi/rest"
 	"cloche.dev/cloche/internal/sandbox"
 )
 
-// negotiate chooses among offers by r's Accept; the first is for who doesn't
+// Negotiate chooses among offers by r's Accept; the first is for who doesn't
 // mind. Of those equally wanted the one named most exactly wins, then the one
 // offered first.
-func negotiate(r *http.Request, offers ...string) (string, error) {
+func Negotiate(r *http.Request, offers ...string) (string, error) {
 	header := strings.Join(r.Header.Values("Accept"), ",")
 	if strings.TrimSpace(header) == "" {
 		return offers[0], nil
@@ -28,7 +27,7 @@ func negotiate(r *http.Request, offers ...string) (string, error) {
 		return best, nil
 	}
 	e := sandbox.Errorf(sandbox.Invalid, "not_acceptable", "Accept names no form that this can be had in")
-	return "", rest.WithStatus(http.StatusNotAcceptable, e.WithHint("accept one of %s", strings.Join(offers, ", ")))
+	return "", WithStatus(http.StatusNotAcceptable, e.WithHint("accept one of %s", strings.Join(offers, ", ")))
 }
 
 // wanted tells how much Accept wants offer, and how exactly it names it: the

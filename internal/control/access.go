@@ -21,7 +21,7 @@ func (c *Control) Access(ctx context.Context, project, id string) error {
 		if err != nil {
 			return err
 		}
-		if sb.State == sandbox.StateRunning || !sb.Policy.WakeOnAccess {
+		if sb.State.Serves() || !sb.Policy.WakeOnAccess {
 			return nil
 		}
 		if woken != "" && sb.Operation != woken {

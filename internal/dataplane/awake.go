@@ -26,7 +26,7 @@ func (p *Plane) running(ctx context.Context, sandboxID string) error {
 }
 
 func (p *Plane) touched(sb sandbox.Sandbox) error {
-	if sb.State == sandbox.StateRunning {
+	if sb.State.Serves() {
 		p.o.Identities.Touch(sb.ID)
 		return nil
 	}
@@ -46,7 +46,7 @@ func (p *Plane) awake(ctx context.Context, sandboxID string) error {
 // returns it as it is then.
 func (p *Plane) access(ctx context.Context, sandboxID string) (sandbox.Sandbox, error) {
 	sb, err := p.o.Identities.Get(ctx, callerOf(ctx), sandboxID)
-	if err != nil || sb.State == sandbox.StateRunning {
+	if err != nil || sb.State.Serves() {
 		return sb, err
 	}
 	if err := p.o.Identities.Access(ctx, sb.Project, sandboxID); err != nil {

@@ -95,7 +95,7 @@ func runControl(dir string) error {
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
 	c := &control{
-		dir: dir, log: slog.New(slog.NewTextHandler(out, nil)), tree: tree, reaper: newReaper(), ctx: ctx, quit: cancel,
+		dir: dir, log: slog.New(slog.NewJSONHandler(out, nil)), tree: tree, reaper: newReaper(), ctx: ctx, quit: cancel,
 		machines: map[string]*machine{}, creating: map[string]*creation{}, used: time.Now(),
 	}
 	return c.run()

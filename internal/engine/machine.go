@@ -111,7 +111,7 @@ func (c *control) conclude(m *machine, e ending) {
 	if err := saveRecord(m.dir, rec); err != nil && !errors.Is(err, os.ErrNotExist) {
 		c.log.Error("record a machine's end", "machine", rec.ID, "err", err)
 	}
-	c.log.Info("machine ended", "machine", rec.ID, "reason", end.Reason, "detail", end.Detail)
+	c.log.Info("machine ended", "machine", rec.ID, "reason", end.Reason)
 	close(m.done)
 }
 

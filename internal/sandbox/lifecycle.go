@@ -144,6 +144,13 @@ func Find(from State, verb Verb) (Transition, bool) {
 // is under way.
 func (s State) HasMachine() bool { return s == StateRunning || s == StatePaused }
 
+// Serves tells whether a sandbox in state s can be spoken to: it runs, or does
+// so but for the instant in which a snapshot of it is taken. (One that was paused
+// before is refused by its node.)
+func (s State) Serves() bool {
+	return s == StateRunning || s == StateSnapping || s == StateForking
+}
+
 // Leads tells whether the table lets verb, under way in via, end in to. What
 // the table keeps in a transitional state when it fails (delete) can't end so: it
 // is tried until it succeeds. lost: the machine ended meanwhile.

@@ -151,6 +151,7 @@ type host struct {
 	sessions *session.Manager
 	gvisor   *gvisor.Driver
 	node     *node.Node
+	metrics  *metrics.Metrics // nil without a listener for them
 	control  *control.Control
 	handler  http.Handler
 }
@@ -249,6 +250,10 @@ func (h *host) face(o Options) (http.Handler, error) {
 	if err != nil {
 		return nil, err
 	}
+	if o.Metrics != "" {
+		h.metrics = h.measure(o)
+		router.Observe(h.metrics.Request)
+	}
 	keys, tokens := auth.NewVerifier(h.store), auth.NewTokens(key)
 	httpapi.New(httpapi.Options{
 		Control: h.control, Keys: keys, Tokens: tokens, Version: o.Version, Driver: gvisor.Name,
@@ -268,8 +273,8 @@ func (h *host) run(ctx context.Context, listener, scrapes net.Listener, o Option
 	g.Go(func() error { return quiet(h.sessions.Run(below)) })
 	g.Go(func() error { return quiet(h.node.Run(below)) })
 	g.Go(func() error { return quiet(h.control.Run(below)) })
-	if scrapes != nil {
-		g.Go(func() error { return quiet(h.metrics(o).Run(below, scrapes)) })
+	if h.metrics != nil {
+		g.Go(func() error { return quiet(h.metrics.Run(below, scrapes)) })
 	}
 
 	streams, cut := context.WithCancel(context.WithoutCancel(ctx))
@@ -299,7 +304,7 @@ func (h *host) run(ctx context.Context, listener, scrapes net.Listener, o Option
 	return g.Wait()
 }
 
-func (h *host) metrics(o Options) *metrics.Metrics {
+func (h *host) measure(o Options) *metrics.Metrics {
 	return metrics.New(metrics.Options{
 		Store: h.store, Host: h.node, Sessions: h.sessions.Counts, Output: h.sessions.Recorded,
 		Version: o.Version, Driver: gvisor.Name, Log: o.Log,

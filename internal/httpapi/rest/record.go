@@ -131,6 +131,9 @@ func (rt *Router) access(rec *record, r *http.Request) {
 		level = slog.LevelDebug
 	}
 	rt.log.LogAttrs(context.WithoutCancel(r.Context()), level, "request", attrs...)
+	if rt.observe != nil {
+		rt.observe(status, time.Since(rec.start), sandbox.AsError(rec.err))
+	}
 }
 
 // Upload reads r's body: at most limit bytes (more is 413), and with at most

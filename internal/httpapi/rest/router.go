@@ -28,6 +28,7 @@ type Router struct {
 	contract *contract
 	mux      *http.ServeMux
 	log      *slog.Logger
+	observe  func(status int, took time.Duration, err *sandbox.Error)
 }
 
 // NewRouter makes a Router that serves nothing yet.
@@ -38,6 +39,11 @@ func NewRouter(log *slog.Logger) (*Router, error) {
 	}
 	return &Router{contract: c, mux: http.NewServeMux(), log: log}, nil
 }
+
+// Observe has f called after each request, for measuring: with the status that
+// was answered, and the error, which is nil where there was none. Call it
+// before the router serves.
+func (rt *Router) Observe(f func(status int, took time.Duration, err *sandbox.Error)) { rt.observe = f }
 
 // Half is where one half of the API registers its handlers (the generated
 // code's BaseRouter); guard goes before each of them.

@@ -83,7 +83,7 @@ func (s *Store) CreateSession(ctx context.Context, ses sandbox.Session, idem san
 			created, err = sessionByID(ctx, tx, ses.Project, ses.Sandbox, first)
 			return err
 		}
-		if sb.State != sandbox.StateRunning {
+		if !sb.State.Serves() {
 			e := sandbox.Errorf(sandbox.FailedPrecondition, "not_running", "the sandbox is %s, not running", sb.State)
 			if sb.State.Transitional() && sb.State != sandbox.StateDeleting {
 				e = e.WithHint("wait for its operation to end, then try again").WithRetry(0)

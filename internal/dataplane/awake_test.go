@@ -128,7 +128,9 @@ func TestWakeFails(t *testing.T) {
 	if p := a.Problem(t); p.Code != "no_capacity_memory" || a.Header.Get("Retry-After") != "7" {
 		t.Errorf("%+v", p)
 	}
-	b.rows.access = func(*rows) error { return sandbox.Errorf(sandbox.Quota, "quota_running", "too many").WithRetry(time.Second) }
+	b.rows.access = func(*rows) error {
+		return sandbox.Errorf(sandbox.Quota, "quota_running", "too many").WithRetry(time.Second)
+	}
 	if a := b.call(429, nil, "PUT", "/files?path=/a", []byte("x")); a.Header.Get("Retry-After") != "1" {
 		t.Errorf("%+v", a.Header)
 	}

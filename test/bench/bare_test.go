@@ -118,9 +118,13 @@ type box struct {
 	b    *bare
 	id   string
 	dir  string
+	key  []byte
 	link *guestlink.Link
 	rpc  guestv1connect.GuestClient
+	gone bool // it was discarded
 }
+
+func request[T any](m *T) *connect.Request[T] { return connect.NewRequest(m) }
 
 // request is what the driver asks of the engine.
 func (b *bare) request(x *box, ns string, args []string, binds []enginerpc.Bind) enginerpc.CreateRequest {
@@ -153,10 +157,10 @@ func (b *bare) create(ctx context.Context, binds ...enginerpc.Bind) (*box, error
 	if err != nil {
 		return x, err
 	}
-	key := make([]byte, 32)
-	_, _ = rand.Read(key)
+	x.key = make([]byte, 32)
+	_, _ = rand.Read(x.key)
 	x.link = guestlink.Start(guestlink.Config{
-		Listen: func() (net.Listener, error) { return l, nil }, Key: key, Epoch: 1,
+		Listen: func() (net.Listener, error) { return l, nil }, Key: x.key, Epoch: 1,
 		Setup: &guestv1.SetupRequest{Hostname: "bare", MaxProcsPerUser: maxProcs}, Log: slog.New(slog.DiscardHandler),
 	})
 	if err := b.call(ctx, http.MethodPut, "/v1/machines/"+x.id, b.request(x, ns, []string{"/.cloche/guest", "supervisor"}, binds)); err != nil {

@@ -46,6 +46,8 @@ func TestBench(t *testing.T) {
 		{"files", f.files},
 		{"memory", f.memory},
 		{"fifty", f.fifty},
+		{"lifecycle", f.lifecycle},
+		{"pausing", f.pausing},
 	} {
 		t.Run(b.name, b.run)
 	}

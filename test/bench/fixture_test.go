@@ -196,7 +196,7 @@ func (f *fixture) bares(t *testing.T, n int, create func(context.Context) (*box,
 func discardAll(boxes []*box) {
 	var wg sync.WaitGroup
 	for _, x := range boxes {
-		if x != nil {
+		if x != nil && !x.gone {
 			wg.Go(x.discard)
 		}
 	}

@@ -31,12 +31,14 @@ type fakeGuest struct {
 	mu     sync.Mutex
 	procs  map[string]*fakeProc
 	starts int
-	stdin  []byte
-	signal int32
-	kill   func(p *fakeProc) // what a signal does
-	gate   chan struct{}     // starts wait for it, if there is one
-	size   *guestv1.WindowSize
-	acks   int
+
+	arrived chan struct{} // tells of a start that waits at the gate
+	stdin   []byte
+	signal  int32
+	kill    func(p *fakeProc) // what a signal does
+	gate    chan struct{}     // starts wait for it, if there is one
+	size    *guestv1.WindowSize
+	acks    int
 }
 
 type chunk struct {
@@ -57,7 +59,7 @@ type fakeProc struct {
 }
 
 func newGuest(run func(p *fakeProc, args []string)) *fakeGuest {
-	return &fakeGuest{run: run, procs: map[string]*fakeProc{}}
+	return &fakeGuest{run: run, procs: map[string]*fakeProc{}, arrived: make(chan struct{}, 8)}
 }
 
 // serve makes the guest reachable; the URL takes HTTP/2 without TLS.
@@ -142,6 +144,7 @@ func (g *fakeGuest) Start(_ context.Context, r *connect.Request[guestv1.StartReq
 	gate := g.gate
 	g.mu.Unlock()
 	if gate != nil {
+		g.arrived <- struct{}{}
 		<-gate
 	}
 	g.mu.Lock()

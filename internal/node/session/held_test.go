@@ -202,7 +202,10 @@ func TestSuspendedWhileStarting(t *testing.T) {
 		}()
 		e, err := w.get(ref)
 		must(t, err)
-		waitFor(t, func() bool { return e.running() })
+		<-g.arrived // the question, which waits at the gate
+		if !e.running() {
+			t.Fatal("it was asked for without being written down")
+		}
 		var snap *fakeGuest
 		switch {
 		case c.answered: // after the machine was let go

@@ -4,10 +4,12 @@
 package main
 
 import (
+	"crypto/rand"
 	"fmt"
 	"io/fs"
 	"os"
 	"path/filepath"
+	"runtime"
 	"strconv"
 	"time"
 
@@ -29,6 +31,10 @@ func run(args []string) error {
 	switch args[0] {
 	case "sleep":
 		time.Sleep(time.Hour)
+	case "hold": // MIB of memory that can't be compressed or shared
+		if err := hold(args[1]); err != nil {
+			return err
+		}
 	case "spew":
 		n, err := strconv.ParseInt(args[1], 10, 64)
 		if err == nil {
@@ -46,6 +52,20 @@ func run(args []string) error {
 	}
 	// What it took as seen from inside, on a stream of its own.
 	fmt.Fprintln(os.Stderr, time.Since(started).Nanoseconds())
+	return nil
+}
+
+func hold(mib string) error {
+	n, err := strconv.Atoi(mib)
+	if err != nil {
+		return err
+	}
+	held := make([]byte, n<<20)
+	if _, err := rand.Read(held); err != nil {
+		return err
+	}
+	time.Sleep(time.Hour)
+	runtime.KeepAlive(held)
 	return nil
 }
 

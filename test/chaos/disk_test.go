@@ -14,7 +14,7 @@ import (
 // disk is a filesystem of its own for a daemon's state, which can be filled and
 // made read-only without harm to anybody else.
 type disk struct {
-	dir  string
+	dir, img string
 	full atomic.Bool
 }
 
@@ -22,19 +22,18 @@ type disk struct {
 // there are no loop devices.
 func mountDisk(t *testing.T, dir string, size int64) *disk {
 	t.Helper()
-	d := &disk{dir: filepath.Join(dir, "s")}
-	img := filepath.Join(dir, "state.img")
-	f, err := os.Create(img)
+	d := &disk{dir: filepath.Join(dir, "s"), img: filepath.Join(dir, "state.img")}
+	f, err := os.Create(d.img)
 	if err == nil {
 		err = errors.Join(f.Truncate(size), f.Close(), os.Mkdir(d.dir, 0o700))
 	}
 	if err != nil {
 		t.Fatal(err)
 	}
-	if out, err := exec.Command("mkfs.ext4", "-q", "-m", "0", "-F", img).CombinedOutput(); err != nil {
+	if out, err := exec.Command("mkfs.ext4", "-q", "-m", "0", "-F", d.img).CombinedOutput(); err != nil {
 		t.Skipf("SKIP: NOT CHECKED: no ext4 can be made: %v %s", err, out)
 	}
-	if out, err := exec.Command("mount", "-o", "loop", img, d.dir).CombinedOutput(); err != nil {
+	if out, err := exec.Command("mount", "-o", "loop", d.img, d.dir).CombinedOutput(); err != nil {
 		t.Skipf("SKIP: NOT CHECKED: no loop device can be mounted: %v %s", err, out)
 	}
 	t.Cleanup(func() {
@@ -83,14 +82,4 @@ func (d *disk) fill() (release func(), err error) {
 		}
 	}
 	return release, nil
-}
-
-// remount makes it read-only, or writable again.
-func (d *disk) remount(t *testing.T, how string) error {
-	t.Helper()
-	out, err := exec.Command("mount", "-o", "remount,"+how, d.dir).CombinedOutput()
-	if err != nil {
-		return errors.New(string(out))
-	}
-	return nil
 }

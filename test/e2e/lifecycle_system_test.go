@@ -111,7 +111,6 @@ type answer struct {
 	Snapshot  api.Snapshot          `json:"snapshot"`
 	Operation api.Operation         `json:"operation"`
 	Children  []api.AcceptedSandbox `json:"children"`
-	ID        string                `json:"id"` // of the operation, where the answer is one
 }
 
 func (r reply) answer(t testing.TB) answer {
@@ -120,9 +119,10 @@ func (r reply) answer(t testing.TB) answer {
 	if r.status != http.StatusAccepted {
 		t.Fatalf("not accepted: %d %.800s", r.status, r.body)
 	}
-	r.into(t, &a)
-	if a.Operation.Id == "" {
-		a.Operation.Id = a.ID
+	// A delete is answered with its operation alone.
+	if _ = json.Unmarshal(r.body, &a.Operation); a.Operation.Verb == "" {
+		a.Operation = api.Operation{}
+		r.into(t, &a)
 	}
 	return a
 }

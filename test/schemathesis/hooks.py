@@ -106,6 +106,10 @@ class World:
         self.spare, _ = sandbox()
         self.gone, _ = sandbox()
         wait(api("DELETE", f"/v1/sandboxes/{self.gone}", [202]))
+        self.life, _ = sandbox()
+        made = api("POST", f"/v1/sandboxes/{self.life}/snapshots", [202], json={"name": "fuzz"})
+        wait(made["operation"])
+        self.snapshot = made["snapshot"]["id"]
         self.ended = ended(self.box)
         self.reading = reading(self.box)
         put(self.box, "/tmp/fuzz/file", b"0123456789")
@@ -146,6 +150,45 @@ def fresh_file():
     return path
 
 
+# How a sandbox gets from any quiet state to running, and from there to another.
+TO_RUNNING = {"paused": "resume", "suspended": "restore", "stopped": "start", "failed": "start"}
+FROM_RUNNING = {"paused": "pause", "suspended": "suspend", "stopped": "stop"}
+
+
+def life(state):
+    """The sandbox that the verbs are asked of, brought to a state."""
+    box = world().life
+
+    def now():
+        while True:
+            sb = api("GET", f"/v1/sandboxes/{box}", [200])
+            if not sb.get("operation"):
+                return sb["state"]
+            api("GET", f"/v1/operations/{sb['operation']}?wait_seconds=30", [200])
+
+    at = now()
+    if at != state and at in TO_RUNNING:
+        wait(api("POST", f"/v1/sandboxes/{box}/{TO_RUNNING[at]}", [202])["operation"])
+        at = now()
+    if at != state:
+        wait(api("POST", f"/v1/sandboxes/{box}/{FROM_RUNNING[state]}", [202])["operation"])
+    return {"sandbox": box}
+
+
+def fresh_snapshot():
+    """A snapshot that no sandbox goes back to: another has taken its place."""
+    box = life("running")["sandbox"]
+    taken = []
+    for _ in range(2):
+        taken.append(api("POST", f"/v1/sandboxes/{box}/snapshots", [202], json={"kind": "disk"}))
+        wait(taken[-1]["operation"])
+    return taken[0]["snapshot"]["id"]
+
+
+def project():
+    return api("GET", "/v1/usage", [200])["project"]
+
+
 def in_box(**kw):
     return {"sandbox": world().box, **kw}
 
@@ -163,6 +206,22 @@ good = {
     "getSandbox": lambda: (in_box(), {}, None),
     "updateSandbox": lambda: ({"sandbox": world().spare}, {}, {"labels": {"a": "b"}, "ttl_seconds": None}),
     "deleteSandbox": lambda: ({"sandbox": sandbox()[0]}, {}, None),
+    "pauseSandbox": lambda: (life("running"), {}, None),
+    "resumeSandbox": lambda: (life("paused"), {}, None),
+    "suspendSandbox": lambda: (life("running"), {}, None),
+    "restoreSandbox": lambda: (life("suspended"), {}, None),
+    "stopSandbox": lambda: (life("running"), {"grace_seconds": 0}, None),
+    "startSandbox": lambda: (life("stopped"), {}, None),
+    "wakeSandbox": lambda: (life("paused"), {}, None),
+    "rollbackSandbox": lambda: (life("running"), {}, {"snapshot": world().snapshot}),
+    "forkSandbox": lambda: (life("running"), {}, {"count": 1}),
+    "takeSnapshot": lambda: (life("running"), {}, {"name": "good", "kind": "disk"}),
+    "listSnapshots": lambda: ({}, {"sandbox": world().life}, None),
+    "getSnapshot": lambda: ({"snapshot": world().snapshot}, {}, None),
+    "deleteSnapshot": lambda: ({"snapshot": fresh_snapshot()}, {}, None),
+    "listEvents": lambda: ({}, {"after": 0, "limit": 5}, None),
+    "getUsage": lambda: ({}, {}, None),
+    "setQuotas": lambda: ({"project": project()}, {}, {"running": 1000}),
     "createAccessToken": lambda: (in_box(), {}, {"purpose": "files"}),
     "listOperations": lambda: ({}, {"sandbox": world().box}, None),
     "getOperation": lambda: ({"operation": world().op}, {"wait_seconds": 1}, None),
@@ -202,12 +261,19 @@ good = {
 # random data could take away what the others need.
 later = {
     "deleteSandbox": lambda: {"sandbox": world().gone},
+    **{
+        verb: lambda: {"sandbox": world().gone}
+        for verb in (
+            "pauseSandbox", "resumeSandbox", "suspendSandbox", "restoreSandbox", "stopSandbox", "startSandbox", "wakeSandbox",
+            "rollbackSandbox", "forkSandbox", "takeSnapshot",
+        )
+    },
     "updateSandbox": lambda: {"sandbox": world().spare},
     "attachSession": lambda: on(world().ended),
     "signalSession": lambda: on(world().ended),
     "writeStdin": lambda: on(world().ended),
 }
-random_only = {"deleteTemplate", "deleteRelease", "putRelease", "revokeKey"}
+random_only = {"setQuotas", "deleteSnapshot", "deleteTemplate", "deleteRelease", "putRelease", "revokeKey"}
 
 
 def tame(name, case):
@@ -246,6 +312,10 @@ def positive(case):
 def before_call(context, case, kwargs):
     name = case.operation.definition.raw.get("operationId")
     protect(name, case)
+    if name == "listEvents":  # a stream of events does not end
+        case.headers = {**(case.headers or {}), "Accept": "application/json"}
+        if case.query:
+            case.query.pop("wait_seconds", None)
     if name not in good or not positive(case):
         return
     with lock:
@@ -254,7 +324,7 @@ def before_call(context, case, kwargs):
     if first:
         path, query, body = good[name]()
         case.path_parameters, case.query = dict(path), dict(query)
-        case.headers = {k: v for k, v in (case.headers or {}).items() if k.lower() == "authorization"}
+        case.headers = {k: v for k, v in (case.headers or {}).items() if k.lower() in ("authorization", "accept")}
         if body is not None:
             case.body = Binary(body) if isinstance(body, bytes) else body
         return

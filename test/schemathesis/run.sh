@@ -37,6 +37,6 @@ fi
 failed=0
 (cd "$dir" && "$venv/bin/st" --config-file "$here/schemathesis.toml" run "$root/api/openapi.yaml" \
     --url "$CLOCHE_URL" --header "Authorization: Bearer $CLOCHE_API_KEY" \
-    --max-examples "${FUZZ_EXAMPLES:-40}" --report junit --report-dir "$dir/report" "$@") || failed=1
+    --exclude-operation-id drainHost --max-examples "${FUZZ_EXAMPLES:-40}" --report junit --report-dir "$dir/report" "$@") || failed=1
 "$venv/bin/python" "$here/verdict.py" "$root/api/openapi.yaml" "$FUZZ_COUNTS" || failed=1
 exit "$failed"

@@ -1,5 +1,5 @@
 """Judges what hooks.py counted: every operation of the contract has answered
-2xx (the WebSockets: 101, asked for here), and nothing answered 500.
+2xx (the WebSockets: 101, and the host's drain, asked for here), and nothing answered 500.
 
 Arguments: the contract and the counts. Environment as for hooks.py.
 """
@@ -47,12 +47,20 @@ def sockets():
         requests.delete(os.environ["CLOCHE_URL"].rstrip("/") + path, headers=dict(hooks.http.headers), timeout=60)
 
 
+def drain():
+    """The status of a drain, which takes the machines of all that there is and so comes last."""
+    url = os.environ["CLOCHE_URL"].rstrip("/")
+    headers = {"Authorization": f"Bearer {os.environ['CLOCHE_API_KEY']}"}
+    return str(requests.post(url + "/v1/host/drain", json={"within_seconds": 30}, headers=headers, timeout=60).status_code)
+
+
 def main(contract, counted):
     with open(contract, encoding="utf-8") as f:
         paths = yaml.safe_load(f)["paths"]
     with open(counted, encoding="utf-8") as f:
         counts = json.load(f)
     handshakes = sockets()
+    handshakes["drainHost"] = drain()
     bad = 0
     for path, item in paths.items():
         for method, op in item.items():

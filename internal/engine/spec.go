@@ -52,7 +52,7 @@ func runscConfig(root string, req *enginerpc.CreateRequest) (*config.Config, err
 		// A restored machine's spec is made from the request that its image
 		// holds (thaw); what then differs is meant to: paths of this machine.
 		"restore-spec-validation": "ignore",
-		"traceback":                "single",
+		"traceback":               "single",
 	}
 	if req != nil {
 		set["overlay2"] = "root:dir=" + filepath.Join(req.Dir, enginerpc.OverlayName)

@@ -95,12 +95,8 @@ func (n *Node) CreateMachine(ctx context.Context, req sandbox.MachineRequest) (s
 		if !ready {
 			m.unlink()
 			n.cut(m)
-			n.unpin(m)
 		}
 	}()
-	if req.Source != nil {
-		n.pin(m, req.Source.Snapshot)
-	}
 	from, err := n.origin(ctx, d, req)
 	if err != nil {
 		return none, err

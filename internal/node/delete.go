@@ -75,9 +75,6 @@ func (n *Node) remove(ctx context.Context, id string, tell func() error) error {
 	if err := n.sweep(ctx, id); err != nil {
 		return err
 	}
-	if m != nil {
-		n.unpin(m)
-	}
 	n.mu.Lock()
 	delete(n.machines, id)
 	n.mu.Unlock()

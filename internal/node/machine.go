@@ -18,7 +18,6 @@ type machine struct {
 	journal *journal
 	driver  driver.Machine
 	former  []byte // the guest's key in the image that it was restored from, while it is brought up
-	pinned  string // the snapshot whose files it uses
 	wish    wish
 	line    *line         // nil while there is none
 	moved   chan struct{} // closed and replaced when line or wish has changed
@@ -150,7 +149,6 @@ func (n *Node) ended(m *machine, end sandbox.End) {
 	if !n.complete(held) { // else its snapshot is all that counts, and its release says what becomes of the sessions
 		n.tellEnd(n.ctx, m.id, end)
 	}
-	n.unpin(m)
 	n.o.Log.Info("machine ended", "sandbox", m.id, "reason", end.Reason)
 }
 

@@ -71,7 +71,6 @@ type Node struct {
 	machines map[string]*machine
 	fences   map[string]int64 // newest generation seen, also of deleted machines
 	calls    map[string]*call // the one under way for each sandbox
-	pins     map[string]int   // machines that use a snapshot's files
 	waiting  int
 	changes  changes
 }
@@ -88,7 +87,7 @@ func New(o Options) (*Node, error) {
 		return nil, err
 	}
 	n := &Node{
-		o: o, snapshots: snapshots, pins: map[string]int{}, drivers: map[string]driver.Driver{}, slots: make(chan struct{}, o.Concurrency),
+		o: o, snapshots: snapshots, drivers: map[string]driver.Driver{}, slots: make(chan struct{}, o.Concurrency),
 		adopted: make(chan struct{}), machines: map[string]*machine{}, fences: map[string]int64{}, calls: map[string]*call{}, changes: newChanges(),
 	}
 	for _, d := range o.Drivers {

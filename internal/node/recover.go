@@ -43,7 +43,6 @@ func (n *Node) recover(ctx context.Context) {
 	}
 	wg.Wait()
 	n.collect(ctx, rooted)
-	n.collectRetired("")
 }
 
 func (n *Node) recoverOne(ctx context.Context, id string) {
@@ -156,9 +155,6 @@ func (n *Node) askFor(ctx context.Context, d driver.Driver, id string) (driver.M
 // only because an earlier process was killed goes on.
 func (n *Node) takeUp(ctx context.Context, m *machine) {
 	log := n.o.Log.With("sandbox", m.id)
-	if m.journal.Request.Source != nil {
-		n.pin(m, m.journal.Request.Source.Snapshot)
-	}
 	held := n.complete(m.wish.Held)
 	if !held && m.wish.Held != "" {
 		if err := n.want(m, func(w *wish) { w.Held = "" }); err != nil {

@@ -150,7 +150,6 @@ func (n *Node) replace(ctx context.Context, d driver.Driver, m *machine, from *o
 	failpoint.Hit("node.replace.told")
 	err := n.clear(ctx, old.id)
 	if err == nil {
-		n.unpin(old)
 		failpoint.Hit("node.replace.cleared")
 		m.journal.Replaces = &j
 		var st sandbox.MachineStatus

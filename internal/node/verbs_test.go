@@ -420,40 +420,6 @@ func TestAMemorySnapshotWaitsForTransfersAndThenCutsThem(t *testing.T) {
 	}
 }
 
-func TestDeletedSnapshotsKeepTheirFilesWhileAMachineUsesThem(t *testing.T) {
-	r := newRig(t)
-	req := request(1)
-	r.create(req)
-	q, other := snap(req.Sandbox, 2, sandbox.SnapshotMemory), snap(req.Sandbox, 2, sandbox.SnapshotDisk)
-	r.snapshot(q)
-	r.snapshot(other)
-	child := from(request(1), 1, q.Snapshot, sandbox.SnapshotMemory, false)
-	r.create(child)
-	if ids, err := r.n.ListSnapshots(background); err != nil || len(ids) != 2 {
-		t.Errorf("List: %v, %v", ids, err)
-	}
-	for range 2 {
-		r.must(r.n.DeleteSnapshot(background, q.Snapshot))
-		r.must(r.n.DeleteSnapshot(background, other.Snapshot))
-	}
-	if ids, err := r.n.ListSnapshots(background); err != nil || len(ids) != 0 {
-		t.Errorf("List: %v, %v", ids, err)
-	}
-	if _, err := r.n.CreateMachine(background, from(request(1), 1, q.Snapshot, sandbox.SnapshotMemory, false)); code(err) != "snapshot_missing" {
-		t.Errorf("a deleted snapshot was used: %v", err)
-	}
-	for range 2 {
-		if files := r.files(); !slices.Equal(files, []string{q.Snapshot}) {
-			t.Errorf("the files are %v", files)
-		}
-		r.restart()
-	}
-	r.must(r.n.DeleteMachine(background, child.Sandbox, 2))
-	if files := r.files(); len(files) != 0 {
-		t.Errorf("left %v", files)
-	}
-}
-
 func TestCapacity(t *testing.T) {
 	r := newRig(t)
 	c, err := r.n.Capacity(background)

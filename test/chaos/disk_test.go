@@ -15,7 +15,7 @@ import (
 // made read-only without harm to anybody else.
 type disk struct {
 	dir, img string
-	full atomic.Bool
+	full     atomic.Bool
 }
 
 // mountDisk mounts a new ext4 of so many bytes at DIR/s, or skips the test where

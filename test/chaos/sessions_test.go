@@ -24,8 +24,13 @@ while not stop:
     os.write(1, b'%015d\n' % i)
     i += 1
     time.sleep(delay)
-with open('/var/tmp/' + name, 'w') as f:
-    f.write(str(i))
+while True:
+    try:
+        with open('/var/tmp/' + name, 'w') as f:
+            f.write(str(i))
+        break
+    except OSError: # the host's disk is full
+        time.sleep(0.1)
 sys.exit(7)
 `
 

@@ -227,6 +227,7 @@ func (k *worker) write(b *box) error {
 	v := max(b.version, b.vague) + 1
 	text := fmt.Sprintf("%d\n", v)
 	b.vague = v
+	m := k.mark()
 	var last error
 	for end := time.Now().Add(2 * time.Minute); time.Now().Before(end); time.Sleep(100 * time.Millisecond) {
 		ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
@@ -238,7 +239,7 @@ func (k *worker) write(b *box) error {
 			b.version, b.vague = v, 0
 			k.rep.count("operations", "write: done")
 			return nil
-		case errors.As(last, &e) && !e.Retryable:
+		case errors.As(last, &e) && !e.Retryable && !strings.Contains(k.since(m), "disk"):
 			return fmt.Errorf("write a file: %w", last)
 		}
 	}

@@ -64,7 +64,8 @@ type Restorer interface {
 	Missing(needs sandbox.Needs) error
 
 	// Restore makes a machine from an image that Snapshot wrote, whose files
-	// the caller has verified and keeps until the machine's end. Of a memory
+	// the caller has verified. When it returns, what the machine still reads of
+	// them is open, so that they may be unlinked. Of a memory
 	// image: with every process where it stood, whatever spec.ID is. Of a disk
 	// image: as Create does, with that disk. spec is the new machine's own
 	// (id, name, namespace, socket); Image, Guest and Resources must be what they

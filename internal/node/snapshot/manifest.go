@@ -163,7 +163,7 @@ func (m *Manifest) check() error {
 
 // validName tells whether a driver may name a file so.
 func validName(name string) bool {
-	if name == "" || len(name) > maxName || name[0] == '.' || name == manifestFile || name == stampsFile || name == retiredFile {
+	if name == "" || len(name) > maxName || name[0] == '.' || name == manifestFile || name == stampsFile {
 		return false
 	}
 	return strings.IndexFunc(name, func(r rune) bool {

@@ -196,7 +196,6 @@ func TestWhatIsNotWholeOrNotOursIsRefused(t *testing.T) {
 		}, "snapshot_incompatible"},
 		"a name with a slash": {func(dir string) error { return reseal(dir, func(m *Manifest) { m.Files[0].Name = "../pages" }) }, "snapshot_corrupt"},
 		"nothing":             {os.RemoveAll, "snapshot_missing"},
-		"retired":             {func(dir string) error { return os.WriteFile(filepath.Join(dir, retiredFile), nil, 0o600) }, "snapshot_missing"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			s := open(t)
@@ -278,21 +277,9 @@ func TestADriverCannotWriteAnything(t *testing.T) {
 	}
 }
 
-func TestDeleteAndRetire(t *testing.T) {
+func TestDelete(t *testing.T) {
 	s := open(t)
 	m := take(t, s)
-	if err := s.Retire(m.ID); err != nil {
-		t.Fatal(err)
-	}
-	if ids, _ := s.List(); len(ids) != 0 {
-		t.Errorf("a retired snapshot is listed: %v", ids)
-	}
-	if ids, _ := s.Retired(); !slices.Equal(ids, []string{m.ID}) {
-		t.Errorf("Retired: %v", ids)
-	}
-	if _, err := os.Stat(filepath.Join(s.Dir(m.ID), "pages")); err != nil {
-		t.Errorf("the files of a retired snapshot: %v", err)
-	}
 	for range 2 {
 		if err := s.Delete(m.ID); err != nil {
 			t.Fatal(err)
@@ -301,11 +288,8 @@ func TestDeleteAndRetire(t *testing.T) {
 	if left, _ := os.ReadDir(s.dir); len(left) != 0 {
 		t.Errorf("left %v", left)
 	}
-	if err := s.Retire(m.ID); err != nil {
-		t.Errorf("retire what is not there: %v", err)
-	}
 	for _, bad := range []string{"", "..", "snp_../../../../../../etc", strings.Repeat("a", 24)} {
-		if s.Delete(bad) == nil || s.Retire(bad) == nil {
+		if s.Delete(bad) == nil {
 			t.Errorf("%q was taken for an id", bad)
 		}
 	}

@@ -18,7 +18,6 @@ import (
 const (
 	manifestFile = "manifest.json"
 	stampsFile   = "stamps.json"
-	retiredFile  = "retired"
 	tmpPrefix    = ".tmp-"
 	gonePrefix   = tmpPrefix + "gone-"
 )
@@ -43,46 +42,18 @@ func Open(dir string) (*Store, error) {
 func (s *Store) Dir(id string) string { return filepath.Join(s.dir, id) }
 
 // List names the snapshots that have files here, whatever state those are in.
-// Retired ones are not told.
 func (s *Store) List() ([]string, error) {
-	return s.list(func(retired bool) bool { return !retired })
-}
-
-// Retired names the snapshots that are deleted and whose files are still used.
-func (s *Store) Retired() ([]string, error) {
-	return s.list(func(retired bool) bool { return retired })
-}
-
-func (s *Store) list(want func(retired bool) bool) ([]string, error) {
 	entries, err := os.ReadDir(s.dir)
 	if err != nil {
 		return nil, DiskError(fmt.Errorf("list the snapshots: %w", err))
 	}
 	var ids []string
 	for _, e := range entries {
-		if sandbox.ValidID(sandbox.KindSnapshot, e.Name()) && want(s.retired(e.Name())) {
+		if sandbox.ValidID(sandbox.KindSnapshot, e.Name()) {
 			ids = append(ids, e.Name())
 		}
 	}
 	return ids, nil
-}
-
-func (s *Store) retired(id string) bool {
-	_, err := os.Lstat(filepath.Join(s.Dir(id), retiredFile))
-	return err == nil
-}
-
-// Retire deletes a snapshot for everybody but those who use its files now: it
-// is no longer listed and can't be read. Delete removes the files.
-func (s *Store) Retire(id string) error {
-	if err := checkID(id); err != nil {
-		return err
-	}
-	err := sys.WriteFileAtomic(filepath.Join(s.Dir(id), retiredFile), nil, 0o600)
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil
-	}
-	return DiskError(err)
 }
 
 // Delete removes a snapshot, or what there is of one. It succeeds where there

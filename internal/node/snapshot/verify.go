@@ -55,9 +55,6 @@ func (s *Store) Read(id string) (*Manifest, error) {
 	if err := checkID(id); err != nil {
 		return nil, err
 	}
-	if s.retired(id) {
-		return nil, missing(id)
-	}
 	if st, err := os.Lstat(s.Dir(id)); err == nil && (!st.IsDir() || !ours(st)) {
 		return nil, foreign(id, "its directory is somebody else's")
 	}

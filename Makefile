@@ -19,7 +19,7 @@ REPRODUCIBLE := -trimpath -buildvcs=false
 GOTEST   := go test -json
 REPORT   := dist/testreport $(if $(V),-v)
 RUNFLAG  := $(if $(RUN),-run '$(RUN)')
-SUITES   := check unit drivertest e2e
+SUITES   := check unit drivertest e2e chaos
 
 # The packages whose tests are the unit tests: all but the suites, what makes
 # machines, and the engine, which takes minutes to build with the race detector
@@ -85,8 +85,8 @@ chaos: build dist/chaos/cloche dist/testreport ## kill everything at any time an
 	@$(REPORT) -v -suite chaos -out dist/test/chaos.json -- $(GOTEST) -tags clochefaults -count=1 -timeout 90m $(RUNFLAG) ./test/chaos/...
 
 .PHONY: test
-test: ## everything that CI checks: check, unit, drivertest, e2e
-	@scripts/test.sh $(SUITES)
+test: ## everything that CI checks: check, unit, drivertest, e2e, a short chaos
+	@CHAOS_KILLS=$${CHAOS_KILLS:-60} scripts/test.sh $(SUITES)
 
 .PHONY: demo
 demo: ## one sandbox's whole life, from nothing to nothing
@@ -95,6 +95,10 @@ demo: ## one sandbox's whole life, from nothing to nothing
 .PHONY: bench
 bench: build ## the benchmarks, each beside its floor
 	@go test -count=1 -timeout 60m -v -run '^TestBench' ./test/bench/...
+
+.PHONY: soak
+soak: build ## live 2000 whole lives and look for what is not given back (SOAK_CYCLES, SOAK_WORKERS)
+	@go test -count=1 -timeout 5h -v -run '^TestSoak' ./test/soak/...
 
 .PHONY: fuzz
 fuzz: ## run every fuzz target for a while (FUZZTIME=30s each)

@@ -114,6 +114,7 @@ func newSnapshotCreate(a *app) *cobra.Command {
 
 func newSnapshotList(a *app) *cobra.Command {
 	var sandbox string
+	var idsOnly bool
 	cmd := &cobra.Command{
 		Use: "ls [flags]", Aliases: []string{"list"}, Short: "List snapshots, newest first", Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -137,15 +138,23 @@ func newSnapshotList(a *app) *cobra.Command {
 			}
 			var rows [][]string
 			for _, s := range list {
+				if idsOnly {
+					fmt.Fprintln(a.out, s.Id)
+					continue
+				}
 				what := string(s.Kind)
 				if s.Purpose != purposeNamed {
 					what += " (" + s.Purpose + ")"
 				}
 				rows = append(rows, []string{s.Id, orDash(s.Name), s.Sandbox, what, string(s.State), amount(s.SizeBytes), age(s.CreatedAt), orDash(s.Parent)})
 			}
+			if idsOnly {
+				return nil
+			}
 			return a.table([]string{"ID", "NAME", "SANDBOX", "KIND", "STATE", "SIZE", "AGE", "PARENT"}, rows)
 		},
 	}
+	cmd.Flags().BoolVar(&idsOnly, "ids", false, "print ids only")
 	cmd.Flags().StringVar(&sandbox, "sandbox", "", "all of a sandbox, those too that Cloche took by itself")
 	return cmd
 }

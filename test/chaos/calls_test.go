@@ -129,8 +129,8 @@ func (w *world) row(id string) (api.Sandbox, error) {
 // run twice.
 func (w *world) exec(id string, args ...string) (string, error) {
 	var last error
-	for end := time.Now().Add(90 * time.Second); time.Now().Before(end); time.Sleep(200 * time.Millisecond) {
-		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	for end := time.Now().Add(patience); time.Now().Before(end); time.Sleep(200 * time.Millisecond) {
+		ctx, cancel := context.WithTimeout(context.Background(), patience/2)
 		r, err := w.c.Exec(ctx, id, api.ExecRequest{Args: args, User: "root"})
 		cancel()
 		var e *client.Error
@@ -148,5 +148,5 @@ func (w *world) exec(id string, args ...string) (string, error) {
 			last = err
 		}
 	}
-	return "", fmt.Errorf("no answer within 90 s: %w", last)
+	return "", fmt.Errorf("no answer for long: %w", last)
 }

@@ -11,14 +11,15 @@ import (
 
 // Census lists what a daemon's sandboxes occupy on the host: processes,
 // mounts, network namespaces, cgroups, and files that belong to one sandbox.
-// It is empty when every sandbox has been deleted.
+// It is empty when every sandbox and every named
+// snapshot has been deleted.
 func (d *Daemon) Census() []string {
 	var found []string
 	found = append(found, d.processes()...)
 	found = append(found, d.mounts()...)
 	found = append(found, d.cgroups()...)
 	for _, dir := range []string{
-		filepath.Join(d.State, "machines"), filepath.Join(d.State, "sessions"), filepath.Join(d.State, "tmp"),
+		filepath.Join(d.State, "machines"), filepath.Join(d.State, "sessions"), filepath.Join(d.State, "tmp"), filepath.Join(d.State, "snapshots"),
 		filepath.Join(d.Run, "m"), filepath.Join(d.Run, "netns"),
 	} {
 		entries, _ := os.ReadDir(dir)
@@ -113,12 +114,15 @@ func (d *Daemon) cgroups() []string {
 	return found
 }
 
-// cleanup deletes every sandbox, demands an empty census and stops the daemon.
+// cleanup deletes every sandbox and named snapshot, demands an empty census and stops the daemon.
 // After a failed test it shows the log.
 func (d *Daemon) cleanup() {
 	if d.Running() {
 		for id := range strings.Lines(d.CLI("ls", "--ids").Stdout) {
 			d.CLI("rm", "--force", strings.TrimSpace(id))
+		}
+		for id := range strings.Lines(d.CLI("snapshot", "ls", "--ids").Stdout) {
+			d.CLI("snapshot", "rm", strings.TrimSpace(id))
 		}
 		if left := d.WaitCensus(20 * time.Second); len(left) > 0 {
 			d.tb.Errorf("left on the host after every sandbox was deleted:\n%s", strings.Join(left, "\n"))

@@ -26,8 +26,10 @@ import (
 type Daemon struct {
 	Bin, State, Run string
 	URL, Key        string
-	// Extra is environment that the daemon gets beside this process's.
+	// Extra is environment that the daemon gets beside this process's, Flags
+	// are more of serve's.
 	Extra []string
+	Flags []string
 
 	tb     testing.TB
 	listen string
@@ -135,7 +137,7 @@ func (d *Daemon) Serve() {
 
 // TryServe is Serve with an error instead of a failed test.
 func (d *Daemon) TryServe() error {
-	cmd := exec.Command(d.Bin, "serve", "--listen", d.listen, "--state-dir", d.State, "--run-dir", d.Run)
+	cmd := exec.Command(d.Bin, append([]string{"serve", "--listen", d.listen, "--state-dir", d.State, "--run-dir", d.Run}, d.Flags...)...)
 	cmd.Stdout, cmd.Stderr = d.log, d.log
 	if len(d.Extra) > 0 {
 		cmd.Env = append(os.Environ(), d.Extra...)

@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"slices"
 	"sync"
+	"syscall"
 	"sync/atomic"
 
 	"cloche.dev/cloche/internal/sandbox"
@@ -221,7 +222,19 @@ func (m *Manager) make(e *entry) error {
 		return nil
 	}
 	m.forget(e)
-	return errors.Join(sandbox.Errorf(sandbox.Internal, "log_not_made", "make the log of session %s: %w", e.ref.Session, err), removeSession(e.dir))
+	return errors.Join(sandbox.Errorf(diskClass(err), "log_not_made", "make the log of session %s: %w", e.ref.Session, err), removeSession(e.dir))
+}
+
+// diskClass is the class of what a disk answers: full and failing ones are
+// ordinary, and the same call may succeed later.
+func diskClass(err error) sandbox.Class {
+	switch {
+	case errors.Is(err, syscall.ENOSPC), errors.Is(err, syscall.EDQUOT):
+		return sandbox.NoCapacity
+	case errors.Is(err, syscall.EROFS), errors.Is(err, syscall.EIO):
+		return sandbox.Unavailable
+	}
+	return sandbox.Internal
 }
 
 // makeDir makes a session's directory, durably.

@@ -185,6 +185,21 @@ func (e *engine) call(ctx context.Context, method, path string, in, out any) err
 	}
 }
 
+// repeat asks again, a few times, what may be asked twice where the control
+// process ended under it: it is started anew, and its machines live on.
+func repeat(ctx context.Context, ask func() error) error {
+	for tries := 0; ; tries++ {
+		err := ask()
+		var failed *sandbox.Error
+		if tries == 5 || absent(err) || !errors.As(err, &failed) || failed.Code != "engine_unreachable" {
+			return err
+		}
+		if err := pause(ctx, 10*time.Millisecond); err != nil {
+			return err
+		}
+	}
+}
+
 // absent tells whether nobody listened, so that nothing was asked.
 func absent(err error) bool {
 	var op *net.OpError
@@ -235,15 +250,15 @@ func (e *engine) create(ctx context.Context, req enginerpc.CreateRequest) (engin
 
 func (e *engine) get(ctx context.Context, id string) (enginerpc.Machine, error) {
 	var m enginerpc.Machine
-	return m, e.call(ctx, http.MethodGet, "/v1/machines/"+id, nil, &m)
+	return m, repeat(ctx, func() error { return e.call(ctx, http.MethodGet, "/v1/machines/"+id, nil, &m) })
 }
 
 func (e *engine) pause(ctx context.Context, id string) error {
-	return e.call(ctx, http.MethodPost, "/v1/pause/"+id, nil, nil)
+	return repeat(ctx, func() error { return e.call(ctx, http.MethodPost, "/v1/pause/"+id, nil, nil) })
 }
 
 func (e *engine) resume(ctx context.Context, id string) error {
-	return e.call(ctx, http.MethodPost, "/v1/resume/"+id, nil, nil)
+	return repeat(ctx, func() error { return e.call(ctx, http.MethodPost, "/v1/resume/"+id, nil, nil) })
 }
 
 func (e *engine) snapshot(ctx context.Context, id string, req enginerpc.SnapshotRequest) (enginerpc.Snapshot, error) {
@@ -255,13 +270,13 @@ func (e *engine) snapshot(ctx context.Context, id string, req enginerpc.Snapshot
 func (e *engine) binary() (string, error) { return os.Readlink(filepath.Join(e.dir, binaryLink)) }
 
 func (e *engine) kill(ctx context.Context, id string) error {
-	return e.call(ctx, http.MethodPost, "/v1/kill/"+id, nil, nil)
+	return repeat(ctx, func() error { return e.call(ctx, http.MethodPost, "/v1/kill/"+id, nil, nil) })
 }
 
 // discard has the control process forget a machine, if it runs, and removes
 // what it keeps about it.
 func (e *engine) discard(ctx context.Context, id string) error {
-	err := e.once(ctx, http.MethodDelete, "/v1/machines/"+id, nil, nil)
+	err := repeat(ctx, func() error { return e.once(ctx, http.MethodDelete, "/v1/machines/"+id, nil, nil) })
 	if err != nil && !absent(err) {
 		return err
 	}

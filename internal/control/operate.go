@@ -2,6 +2,7 @@ package control
 
 import (
 	"context"
+	"sync"
 	"time"
 
 	"cloche.dev/cloche/internal/sandbox"
@@ -130,12 +131,33 @@ func (c *Control) progress(ctx context.Context, op sandbox.Operation, state sand
 	}
 }
 
+// tellAfter is how long a step may take before it is told: most end sooner, and
+// to tell one is a commit of the store.
+const tellAfter = 100 * time.Millisecond
+
+// soon tells that op is at step unless the function that it returns is called
+// before long.
+func (c *Control) soon(ctx context.Context, op sandbox.Operation, step string) (done func()) {
+	var wg sync.WaitGroup
+	wg.Add(1)
+	t := time.AfterFunc(tellAfter, func() {
+		defer wg.Done()
+		c.progress(ctx, op, sandbox.OpRunning, step, "")
+	})
+	return func() {
+		if !t.Stop() {
+			wg.Wait()
+		}
+	}
+}
+
 // try asks the node once, and again for a short while where that may pass.
 func (c *Control) try(ctx context.Context, w work, step string, timeout time.Duration, ask func(context.Context) error) *sandbox.Error {
 	until := c.now().Add(c.o.RetryFor)
 	for wait := firstBackoff; ; wait = min(2*wait, lastBackoff) {
-		c.progress(ctx, w.op, sandbox.OpRunning, step, "")
+		told := c.soon(ctx, w.op, step)
 		failure := attempt(ctx, timeout, ask)
+		told()
 		if failure == nil || failure.Class != sandbox.Unavailable || c.now().Add(wait).After(until) || ctx.Err() != nil {
 			return failure
 		}
@@ -149,7 +171,8 @@ func (c *Control) try(ctx context.Context, w work, step string, timeout time.Dur
 // insist asks the node until it succeeds or a later operation is there; false
 // says that ctx ended first.
 func (c *Control) insist(ctx context.Context, w work, step string, timeout time.Duration, ask func(context.Context) error) bool {
-	c.progress(ctx, w.op, sandbox.OpRunning, step, "")
+	told := c.soon(ctx, w.op, step)
+	defer told()
 	for wait := firstBackoff; ; wait = min(2*wait, lastBackoff) {
 		failure := attempt(ctx, timeout, ask)
 		if ctx.Err() != nil {

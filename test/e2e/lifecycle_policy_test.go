@@ -254,7 +254,7 @@ func TestEvents(t *testing.T) {
 	b.verb("delete")
 	all = append(all, eventsUntil(t, d, all[len(all)-1].Seq, func(l []api.Event) bool {
 		e := l[len(l)-1]
-		return e.Sandbox == b.id && strings.Contains(string(e.Data), `"to":"deleted"`)
+		return e.Type == "sandbox.state" && e.Sandbox == b.id && strings.Contains(string(e.Data), `"to":"deleted"`)
 	})...)
 	var states []string
 	last, seq := "", int64(0)

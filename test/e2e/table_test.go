@@ -186,6 +186,7 @@ func (w *walk) steady(other box) {
 		for _, l := range w.of(state) {
 			switch {
 			case l.answer == "-":
+				bring(b.in(t), w.snap, state)
 				if b.in(t).sentry() != 0 {
 					t.Errorf("a sandbox that is %s has a machine", state)
 				}

@@ -9,8 +9,8 @@ import (
 	"path/filepath"
 	"slices"
 	"sync"
-	"syscall"
 	"sync/atomic"
+	"syscall"
 
 	"cloche.dev/cloche/internal/sandbox"
 )

@@ -61,14 +61,15 @@ func insertOperation(ctx context.Context, tx *sql.Tx, op sandbox.Operation) erro
 	return err
 }
 
-// endOperation ends one that has not ended: as failed where failure is set.
+// endOperation ends one that has not ended: as failed where failure is set. One
+// that succeeded before anybody told that it had started did so at once.
 func endOperation(ctx context.Context, tx *sql.Tx, id, template string, failure *sandbox.Error, at time.Time) error {
 	state := sandbox.OpSucceeded
 	if failure != nil {
 		state = sandbox.OpFailed
 	}
 	_, err := tx.ExecContext(ctx, `UPDATE operations SET state = ?1, error = ?2, template = coalesce(nullif(?3, ''), template), step = '', delay = NULL,
-		started_at = coalesce(started_at, ?4), ended_at = ?4 WHERE id = ?5 AND ended_at IS NULL`,
+		started_at = coalesce(started_at, CASE WHEN ?2 IS NULL THEN created_at ELSE ?4 END), ended_at = ?4 WHERE id = ?5 AND ended_at IS NULL`,
 		string(state), encodePtr(failure), template, nanos(at), id)
 	return err
 }

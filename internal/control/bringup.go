@@ -3,6 +3,7 @@ package control
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"strings"
 	"time"
@@ -97,7 +98,8 @@ func (e storeTrouble) Unwrap() error { return e.error }
 // failOrLater ends an operation by the error of one of its steps, unless that
 // is only the store's trouble.
 func (c *Control) failOrLater(ctx context.Context, w work, err error) error {
-	if trouble, ok := err.(storeTrouble); ok {
+	var trouble storeTrouble
+	if errors.As(err, &trouble) {
 		return trouble.error
 	}
 	return c.fail(ctx, w, sandbox.AsError(err))

@@ -118,7 +118,7 @@ func TestCheckpointFails(t *testing.T) {
 	bubble(t, func(w *world) {
 		sb := w.with(every(time.Second))
 		time.Sleep(10 * time.Second)
-		image := w.settled(sb.ID, sandbox.StateRunning).Image
+		var image string
 		tries := 0
 		w.node.set(func(n *fakeNode) {
 			n.before = func(_ context.Context, call, _ string) error {

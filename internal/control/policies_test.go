@@ -260,9 +260,16 @@ func TestPolicyIsValidated(t *testing.T) {
 			t.Errorf("policy %+v", sb.Policy)
 		}
 		for _, bad := range []control.PolicyPatch{
-			{IdleAfter: ptr(time.Second)}, {IdleAfter: ptr(400 * 24 * time.Hour)}, {IdleAction: ptr(sandbox.ReactStart)}, {IdleAction: ptr(sandbox.Reaction(""))},
-			{OnExpiry: ptr(sandbox.ReactNone)}, {OnExpiry: ptr(sandbox.ReactStart)}, {OnCrash: ptr(sandbox.ReactDelete)},
-			{Checkpoint: ptr(time.Millisecond)}, {Checkpoint: ptr(-time.Second)}, {Checkpoint: ptr(30 * 24 * time.Hour)},
+			{IdleAfter: ptr(time.Second)},
+			{IdleAfter: ptr(400 * 24 * time.Hour)},
+			{IdleAction: ptr(sandbox.ReactStart)},
+			{IdleAction: ptr(sandbox.Reaction(""))},
+			{OnExpiry: ptr(sandbox.ReactNone)},
+			{OnExpiry: ptr(sandbox.ReactStart)},
+			{OnCrash: ptr(sandbox.ReactDelete)},
+			{Checkpoint: ptr(time.Millisecond)},
+			{Checkpoint: ptr(-time.Second)},
+			{Checkpoint: ptr(30 * 24 * time.Hour)},
 		} {
 			if _, err := w.c.SetPolicy(w.t.Context(), w.user, sb.ID, bad); !sandbox.IsClass(err, sandbox.Invalid) {
 				t.Errorf("%+v: %v", bad, err)

@@ -241,6 +241,9 @@ func (c *control) create(ctx context.Context, req enginerpc.CreateRequest) (engi
 	if ctx.Err() != nil {
 		return none, ctx.Err()
 	}
+	if err = full(err); sandbox.IsClass(err, sandbox.NoCapacity) {
+		return none, err
+	}
 	return none, sandbox.Errorf(sandbox.Internal, "machine_not_made", "gVisor could not make the machine: %w", err)
 }
 

@@ -11,6 +11,7 @@ import (
 
 	"cloche.dev/cloche/internal/failpoint"
 	"cloche.dev/cloche/internal/node/driver"
+	"cloche.dev/cloche/internal/node/snapshot"
 	"cloche.dev/cloche/internal/sandbox"
 )
 
@@ -38,6 +39,7 @@ func (n *Node) perform(ctx context.Context, what, id string, steps []step) error
 		if err == nil {
 			continue
 		}
+		err = snapshot.DiskError(err) // whatever the step was, a full disk is an ordinary error
 		n.o.Log.Info(what+" failed", "sandbox", id, "step", s.name, "err", err)
 		if failpoint.Skip(failpoint.SkipUndo) {
 			return fmt.Errorf("%s: %w", s.name, err)

@@ -1,10 +1,13 @@
 package chaos
 
 import (
+	"fmt"
+	"io"
 	"math/rand/v2"
 	"os"
 	"os/exec"
 	"strconv"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -13,7 +16,7 @@ import (
 // seedOf is $CHAOS_SEED, or one made of the time. It is told when a test fails.
 func seedOf(t *testing.T) uint64 {
 	t.Helper()
-	seed := uint64(time.Now().UnixNano()) //nolint:gosec // a seed
+	seed := uint64(time.Now().UnixNano())
 	if s := os.Getenv("CHAOS_SEED"); s != "" {
 		var err error
 		if seed, err = strconv.ParseUint(s, 0, 64); err != nil {
@@ -44,7 +47,7 @@ func TestChaos(t *testing.T) {
 	set := settingsOf(t)
 	w := newWorld(t, set, 16<<30)
 	defer w.rep.show()
-	fds, control := w.level()
+	before := w.level()
 
 	var workers []*worker
 	var wg sync.WaitGroup
@@ -62,25 +65,43 @@ func TestChaos(t *testing.T) {
 		k.close()
 	}
 	if w.rep.bad() == 0 {
-		w.checkEnd(fds, control)
+		w.checkEnd(before)
 	}
 	if n := int(w.kills.Load()); n < set.kills && w.rep.bad() == 0 {
 		t.Errorf("there were %d kills of %d", n, set.kills)
 	}
 }
 
-// level makes one sandbox and deletes it, and tells how many descriptors the
-// daemon and the control process hold after that.
-func (w *world) level() (fds, control int) {
+// level is what a daemon without sandboxes occupies.
+type level struct{ fds, control, goroutines int }
+
+// level makes one sandbox and deletes it, and tells what is occupied after that.
+func (w *world) level() level {
 	id := w.d.Must("create", "base")
 	w.d.Must("rm", "--force", id)
 	if left := w.d.WaitCensus(20 * time.Second); len(left) > 0 {
 		w.t.Fatalf("left on the host: %v", left)
 	}
-	return w.d.Usage().FDs, w.d.ControlFDs()
+	return level{w.d.Usage().FDs, w.d.ControlFDs(), w.goroutines()}
+}
+
+// goroutines reads from the daemon's metrics how many it has; 0 is unknown.
+func (w *world) goroutines() (n int) {
+	resp, err := w.plain.Get("http://" + w.metrics + "/metrics")
+	if err != nil {
+		return 0
+	}
+	defer resp.Body.Close()
+	b, _ := io.ReadAll(resp.Body)
+	for line := range strings.Lines(string(b)) {
+		if _, err := fmt.Sscanf(line, "go_goroutines %d", &n); err == nil {
+			return n
+		}
+	}
+	return 0
 }
 
 // newRand is one actor's choices: all of a run's follow from its seed.
 func newRand(seed, actor uint64) *rand.Rand {
-	return rand.New(rand.NewPCG(seed, actor)) //nolint:gosec // a test's choices
+	return rand.New(rand.NewPCG(seed, actor))
 }

@@ -70,12 +70,12 @@ func (d *disk) fill() (release func(), err error) {
 			release()
 			return nil, err
 		}
-		n := int64(st.Bavail) * st.Bsize //nolint:gosec // a size
+		n := int64(st.Bavail) * st.Bsize
 		if n == 0 {
 			break
 		}
 		for ; n >= st.Bsize; n /= 2 {
-			if syscall.Fallocate(int(f.Fd()), 0, at, n) == nil { //nolint:gosec // a descriptor
+			if syscall.Fallocate(int(f.Fd()), 0, at, n) == nil {
 				at += n
 				break
 			}

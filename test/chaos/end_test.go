@@ -37,8 +37,11 @@ func (k *worker) close() {
 	k.pool = nil
 }
 
+// moreGoroutines is the room for connections that clients keep for the next call.
+const moreGoroutines = 24
+
 // checkEnd demands that nothing is left: no rows, no files, no processes.
-func (w *world) checkEnd(fds, control int) {
+func (w *world) checkEnd(before level) {
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
 	list, err := w.c.Sandboxes(ctx, client.SandboxFilter{})
@@ -73,7 +76,14 @@ func (w *world) checkEnd(fds, control int) {
 		w.rep.wrong("files of snapshots are left: %s", strings.Join(names, " "))
 	}
 	w.rep.count("checks", "the host's census is empty")
-	w.d.DemandLevel(fds, control)
+	w.d.DemandLevel(before.fds, before.control)
+	now := w.goroutines()
+	for end := time.Now().Add(30 * time.Second); now > before.goroutines+moreGoroutines && time.Now().Before(end); time.Sleep(200 * time.Millisecond) {
+		now = w.goroutines()
+	}
+	if before.goroutines == 0 || now == 0 || now > before.goroutines+moreGoroutines {
+		w.rep.wrong("the daemon has %d goroutines; before the first sandbox it had %d", now, before.goroutines)
+	}
 	w.checkEvents()
 }
 

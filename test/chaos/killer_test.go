@@ -148,7 +148,10 @@ func (k *killer) killAtPoint() error {
 	names := slices.Sorted(maps.Keys(k.points))
 	k.rnd.Shuffle(len(names), func(i, j int) { names[i], names[j] = names[j], names[i] })
 	slices.SortStableFunc(names, func(a, b string) int { return k.points[a] - k.points[b] })
-	point := fmt.Sprintf("%s@%d", names[k.rnd.IntN(min(len(names), 6))], 1+k.rnd.IntN(2))
+	point := names[k.rnd.IntN(min(len(names), 6))]
+	if n := k.points[point]; n > 0 {
+		point = fmt.Sprintf("%s@%d", point, 1+k.rnd.IntN(n+1))
+	}
 	k.end()
 	if err := k.start(point); err != nil {
 		return err
@@ -209,8 +212,12 @@ func (k *killer) jump() error {
 	return os.Rename(tmp, k.clock)
 }
 
+// manyKills is from how many kills on every failpoint must be among them.
+const manyKills = 400
+
 // tell reports on the failpoints.
 func (k *killer) tell() {
+	var missing []string
 	passed := map[string]bool{}
 	b, _ := os.ReadFile(k.hits)
 	for name := range strings.Lines(string(b)) {
@@ -224,8 +231,13 @@ func (k *killer) tell() {
 			}
 		case passed[name]:
 			k.rep.count("failpoints passed and not killed at", name)
+			missing = append(missing, name)
 		default:
 			k.rep.count("failpoints never passed", name)
+			missing = append(missing, name)
 		}
+	}
+	if len(missing) > 0 && k.set.kills >= manyKills && k.rep.bad() == 0 {
+		k.t.Errorf("in %d kills the daemon was not killed once at %s", k.kills.Load(), strings.Join(missing, ", "))
 	}
 }

@@ -89,6 +89,7 @@ type image struct {
 	owner  string // the sandbox that it was taken of
 	memory bool
 	named  bool
+	before string     // the named snapshot before it on its timeline; "" is the template
 	boot   string     // the boot id in its memory
 	oldest int        // the version of the file in it lies between these
 	newest int        // (they differ for one that Cloche took by itself)
@@ -103,7 +104,6 @@ type counter struct {
 	parent   *counter
 	from     int64 // the offset where its own log begins
 	checked  int64 // up to here its log has been read and compared
-	state    string
 	total    int64 // how long it must be in the end; -1 is not known
 	mayExit  bool  // it was asked to
 	terminal string
@@ -133,6 +133,7 @@ type box struct {
 	vague       int    // the file may also have any version from here on; 0 is none: a write's answer was lost
 	boot        string // its boot id; "" is to be learned
 	machine     string // its machine id; "" is to be learned
+	base        string // the named snapshot that it passed last; "" is the template
 	image       *image // what outlives its machine; nil is the template
 	checkpoints bool   // Cloche replaces image by itself
 	counters    []*counter
@@ -142,6 +143,7 @@ type box struct {
 	line        map[string]bool // the sandboxes that it descends from by forks, and itself
 	maybe       map[string]bool // those, and the ones of the snapshots that it was created from
 	killed      int             // the machine that was killed last, by pid
+	gaveUp      bool            // a rollback that failed may have given up the machine
 	history     []string        // what was done to it, to be told with what is wrong
 }
 
@@ -152,7 +154,7 @@ func (b *box) note(format string, args ...any) {
 }
 
 func (b *box) snapshotOf(id string, memory, named bool) *image {
-	i := &image{id: id, owner: b.id, memory: memory, named: named, oldest: b.version, newest: b.version, past: b.maybe}
+	i := &image{id: id, owner: b.id, memory: memory, named: named, oldest: b.version, newest: b.version, past: b.maybe, before: b.base}
 	if b.vague > 0 {
 		i.oldest, i.newest = min(b.version, b.vague), max(b.version, b.vague)
 	}
@@ -169,19 +171,29 @@ func (b *box) succeed(verb string, m move, made, to *image) (inherits []*counter
 	from := b.state
 	b.state = m.to
 	switch {
-	case verb == "suspend", verb == "snapshot", verb == "fork":
+	case verb == "snapshot":
+		b.image, b.base = made, made.id
+	case verb == "suspend", verb == "fork":
 		b.image = made
 	case verb == "stop":
 		b.image, b.boot = made, ""
 		b.end()
 	case verb == "rollback":
 		b.end()
-		b.image = to
+		b.image, b.base = to, to.passed()
 		return b.goOnFrom(to)
 	case from == "stopped", from == "failed":
 		return b.goOnFrom(b.image)
 	}
 	return nil
+}
+
+// passed is the base of a sandbox whose timeline begins at an image.
+func (i *image) passed() string {
+	if i.named {
+		return i.id
+	}
+	return i.before
 }
 
 // end moves all counters to the ended ones.

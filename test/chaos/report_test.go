@@ -49,16 +49,6 @@ func (r *report) bad() int {
 	return len(r.wrongs)
 }
 
-func (r *report) sum(table string) int {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	n := 0
-	for _, v := range r.counts[table] {
-		n += v
-	}
-	return n
-}
-
 // show prints the tables.
 func (r *report) show() {
 	r.mu.Lock()

@@ -95,20 +95,20 @@ func (k *worker) aftermath(b *box, disturbed bool) error {
 		}
 		pid := sentry(b.id)
 		if string(s.State) == "failed" {
-			if b.killed == 0 || pid != 0 {
+			if gaveUp := b.gaveUp && s.End != nil && s.End.Reason == "rolled_back"; !gaveUp && b.killed == 0 || pid != 0 {
 				return fmt.Errorf("the sandbox has failed by itself: %+v (machine on the host: %d, killed: %d)", s.End, pid, b.killed)
 			}
 			break
 		}
-		if b.killed == 0 || pid != 0 && pid != b.killed {
-			b.killed = 0
+		if !b.gaveUp && b.killed == 0 || pid != 0 && pid != b.killed {
+			b.killed, b.gaveUp = 0, false
 			return k.settled(b)
 		}
 		if time.Now().After(end) {
 			return fmt.Errorf("its machine was killed a minute ago, and it is %s", s.State)
 		}
 	}
-	b.killed = 0
+	b.killed, b.gaveUp = 0, false
 	b.crash()
 	k.rep.count("checks", "a killed machine is told of")
 	return k.settled(b)

@@ -48,9 +48,19 @@ func (k *worker) startCounter(b *box) error {
 	if _, err := k.c.Session(b.id, s.ID).Start(ctx); err != nil {
 		return fmt.Errorf("start the session %s: %w", s.ID, err)
 	}
-	b.counters = append(b.counters, &counter{id: s.ID, name: name, state: "running", total: -1})
+	c := &counter{id: s.ID, name: name, total: -1}
+	b.counters = append(b.counters, c)
 	k.rep.count("operations", "session: started")
-	return nil
+	// Before its first line it may not know yet what to do with a signal.
+	for end := time.Now().Add(patience); ; time.Sleep(50 * time.Millisecond) {
+		info, err := k.session(b, c)
+		if err != nil || info.OffsetNext > 0 {
+			return err
+		}
+		if time.Now().After(end) {
+			return fmt.Errorf("the session %s was started and prints nothing; it is %s, %+v", c.id, info.State, info.Exit)
+		}
+	}
 }
 
 // session reads what a session is.
@@ -218,7 +228,7 @@ func (k *worker) inherit(b *box, living []*counter) error {
 		if s.ParentOffset < parent.from || s.OffsetFirst != s.ParentOffset && s.OffsetNext > s.ParentOffset {
 			return fmt.Errorf("the session %s begins at %d of its parent %s, its log at %d", s.Id, s.ParentOffset, s.Parent, s.OffsetFirst)
 		}
-		b.counters = append(b.counters, &counter{id: s.Id, name: parent.name, parent: parent, from: s.ParentOffset, state: "running", total: -1})
+		b.counters = append(b.counters, &counter{id: s.Id, name: parent.name, parent: parent, from: s.ParentOffset, total: -1})
 		k.rep.count("checks", "a session goes on from its parent on a new timeline")
 	}
 	if len(want) > 0 {
@@ -245,6 +255,11 @@ func (k *worker) checkEnded(b *box) error {
 		var e *client.Error
 		if errors.As(err, &e) && e.Class == api.ClassNotFound {
 			return fmt.Errorf("the ended session %s is gone, and its log with it", c.id)
+		}
+		// The row may tell of the machine's end a moment before the session does.
+		for end := time.Now().Add(10 * time.Second); err == nil && info.State == api.SessionRunning && time.Now().Before(end); {
+			time.Sleep(50 * time.Millisecond)
+			info, err = k.session(b, c)
 		}
 		if err != nil {
 			return err

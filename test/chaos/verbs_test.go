@@ -141,14 +141,19 @@ func (k *worker) follow(b *box, a asked, want move, ans accept, m mark, victim b
 		}
 		b.state = want.otherwise
 		if a.verb == "rollback" && hasMachine(want.otherwise) {
-			victim = true // it may have given up the machine that it was to replace
+			b.gaveUp = true // the machine that it was to replace, maybe
 		}
 	}
-	if err := k.aftermath(b, victim || why != ""); err != nil {
+	if err := k.aftermath(b, victim || b.gaveUp); err != nil {
 		return err
 	}
 	if b.state == "running" {
 		if err := k.inherit(b, living); err != nil {
+			return err
+		}
+	}
+	if a.verb == "snapshot" && made != nil {
+		if err := k.checkSnapshot(made); err != nil {
 			return err
 		}
 	}
@@ -159,6 +164,20 @@ func (k *worker) follow(b *box, a asked, want move, ans accept, m mark, victim b
 		return k.checkRunning(b)
 	}
 	return k.checkKept(b)
+}
+
+// checkSnapshot compares the row of a named snapshot with the model.
+func (k *worker) checkSnapshot(i *image) error {
+	var s api.Snapshot
+	if r, _, err := k.ask(k.rnd, "GET", "/v1/snapshots/"+i.id, nil, &s); r != nil || err != nil {
+		return fmt.Errorf("read the snapshot %s: %v %w", i.id, r, err)
+	}
+	if s.State != api.SnapshotReady || s.Purpose != "named" || s.Sandbox != i.owner || s.Parent != i.before ||
+		(s.Kind == api.SnapshotMemory) != i.memory || s.SizeBytes <= 0 || s.TakenAt.IsZero() || s.Needs == nil {
+		return fmt.Errorf("the snapshot %s is told as %+v; the model has %+v", i.id, s, *i)
+	}
+	k.rep.count("checks", "a snapshot's row is as the model has it")
+	return nil
 }
 
 // taken is the image that a verb took.
@@ -288,6 +307,19 @@ func (k *worker) deleteSnapshot() error {
 		k.rep.wrong("worker %d: delete the snapshot %s: %s", k.n, i.id, r)
 	default:
 		k.rep.count("operations", "delete a snapshot: succeeded")
+	}
+	for _, o := range k.pool { // what came after it comes after the one before it now
+		if o.before == i.id {
+			o.before = i.before
+		}
+	}
+	for _, b := range k.boxes {
+		if b.base == i.id {
+			b.base = i.before
+		}
+		if b.image != nil && b.image.before == i.id {
+			b.image.before = i.before
+		}
 	}
 	k.pool = slices.Delete(k.pool, n, n+1)
 	return nil

@@ -131,7 +131,7 @@ func (k *worker) created(b *box, id string, from *image, m mark) error {
 	k.rep.count("operations", "create: succeeded")
 	var living []*counter
 	if from != nil {
-		b.image = from
+		b.image, b.base = from, from.passed()
 		living = b.goOnFrom(from)
 	}
 	if err := k.settled(b); err != nil {
@@ -190,6 +190,12 @@ func (k *worker) settled(b *box) error {
 	}
 	if b.state == "failed" && (s.End == nil || s.End.Reason == "") {
 		return fmt.Errorf("the sandbox has failed and does not say why")
+	}
+	if b.state != "failed" && s.End != nil {
+		return fmt.Errorf("the sandbox is %s and has the end of a machine: %+v", s.State, s.End)
+	}
+	if s.Base != b.base {
+		return fmt.Errorf("the sandbox's base is %q where the model has %q", s.Base, b.base)
 	}
 	k.rep.count("checks", "the row is as the model has it")
 	return k.adoptImage(b, s)

@@ -50,17 +50,18 @@ func settingsOf(t *testing.T) settings {
 // world is what the actors share: one daemon that dies and comes back, and what
 // they have to tell.
 type world struct {
-	t     *testing.T
-	set   settings
-	d     *harness.Daemon
-	c     *client.Client
-	plain *http.Client
-	rep   *report
-	disk  *disk
-	clock string // the file of the clock's jumps
-	hits  string // the file of the failpoints that were passed
-	stop  context.Context
-	halt  context.CancelFunc
+	t       *testing.T
+	set     settings
+	d       *harness.Daemon
+	c       *client.Client
+	plain   *http.Client
+	rep     *report
+	disk    *disk
+	clock   string // the file of the clock's jumps
+	metrics string // where the daemon serves them
+	hits    string // the file of the failpoints that were passed
+	stop    context.Context
+	halt    context.CancelFunc
 
 	troubles
 }
@@ -132,6 +133,8 @@ func newWorld(t *testing.T, set settings, diskSize int64) *world {
 	}
 	w.d = harness.NewIn(t, bin, dir)
 	w.clock, w.hits = filepath.Join(dir, "clock"), filepath.Join(dir, "hits")
+	w.metrics = harness.FreePort(t)
+	w.d.Flags = []string{"--metrics", w.metrics}
 	w.d.Seed()
 	w.arm("")
 	w.d.Serve()

@@ -100,6 +100,9 @@ func TestCreateIsIdempotent(t *testing.T) {
 	defer cancel()
 	body, _ := json.Marshal(map[string]any{"template": "base", "resources": small, "labels": map[string]string{"once": "yes"}})
 
+	// The connections are this test's own, so that none outlives it.
+	client := &http.Client{Transport: &http.Transport{}}
+	defer client.CloseIdleConnections()
 	var tries atomic.Int64
 	answers := make([][]api.AcceptedSandbox, clients)
 	var stop atomic.Bool
@@ -110,7 +113,7 @@ func TestCreateIsIdempotent(t *testing.T) {
 			// that never got its answer would, and must get one at the end.
 			for !stop.Load() || len(answers[i]) == 0 {
 				tries.Add(1)
-				if a, ok := createOnce(ctx, url, d.Key, body); ok {
+				if a, ok := createOnce(ctx, client, url, d.Key, body); ok {
 					answers[i] = append(answers[i], a)
 				}
 				if ctx.Err() != nil {
@@ -171,7 +174,7 @@ func TestCreateIsIdempotent(t *testing.T) {
 // createOnce sends the create once over a connection of its own; false where no
 // whole answer came. Answers but 202 and those of a daemon that starts or is
 // busy are faults, which the caller sees as an answer without ids.
-func createOnce(ctx context.Context, url, key string, body []byte) (a api.AcceptedSandbox, ok bool) {
+func createOnce(ctx context.Context, client *http.Client, url, key string, body []byte) (a api.AcceptedSandbox, ok bool) {
 	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
 	defer cancel()
 	req, err := http.NewRequestWithContext(ctx, http.MethodPost, url+"/v1/sandboxes", bytes.NewReader(body))
@@ -182,7 +185,7 @@ func createOnce(ctx context.Context, url, key string, body []byte) (a api.Accept
 	req.Header.Set("Content-Type", "application/json")
 	req.Header.Set("Authorization", "Bearer "+key)
 	req.Header.Set("Idempotency-Key", "the-one")
-	resp, err := http.DefaultClient.Do(req)
+	resp, err := client.Do(req)
 	if err != nil {
 		return a, false
 	}

@@ -36,7 +36,8 @@ while True:
 // has and when the last was written.
 func prefix(t *testing.T, text string) (lines int, last time.Time) {
 	t.Helper()
-	for l := range strings.Lines(text) {
+	whole, _ := strings.CutSuffix(text, "end") // mustScript's trim must not hide half a line
+	for l := range strings.Lines(whole) {
 		f := strings.Fields(l)
 		if !strings.HasSuffix(l, "\n") || len(f) != 2 || f[0] != strconv.Itoa(lines+1) {
 			t.Fatalf("line %d of the file is %q", lines+1, l)
@@ -57,9 +58,10 @@ func prefix(t *testing.T, text string) (lines int, last time.Time) {
 // policy allows.
 func TestCheckpoints(t *testing.T) {
 	const every = time.Second // the policy's
-	// What a checkpoint may come late by: it takes its time, and gives way to the
-	// share of its time that a machine may stand still.
-	const slack = 8 * time.Second
+	// What a checkpoint may come late by: it takes its time, and one that made the
+	// machine stand still for long is followed by as much rest as the share of its
+	// time allows that a machine may stand still (a fiftieth).
+	const slack = 15 * time.Second
 	kills := 10
 	if long() {
 		kills = 100
@@ -88,7 +90,7 @@ func TestCheckpoints(t *testing.T) {
 			t.Errorf("kill %d: the end does not say what is lost: %q, recovery point %v", i, s.End.Detail, s.RecoveryPoint.At)
 		}
 		b.verb("start")
-		_, last := prefix(t, b.script("cat /srv/lines 2>/dev/null || true"))
+		_, last := prefix(t, b.script("cat /srv/lines 2>/dev/null; echo end"))
 		at := s.RecoveryPoint.At
 		if age := killed.Sub(at); age > every+slack {
 			t.Errorf("kill %d: the recovery point was %v old", i, age)

@@ -376,14 +376,14 @@ func TestRollback(t *testing.T) {
 				continue
 			}
 			// The old log up to the offset and the new one are one sequence.
-			first, known := 0, 0
+			known := 0
 			text := fmt.Sprint(strings.Join(words(before), "\n"), "\n")
 			if int(s.ParentOffset) > len(text) {
 				t.Fatalf("the parent's offset is %d, its log has %d", s.ParentOffset, len(text))
 			}
 			if head := text[:s.ParentOffset]; strings.HasSuffix(head, "\n") {
 				known = strings.Count(head, "\n")
-				first = readLines(t, c.Session(b.id, s.Id), s.ParentOffset)[0]
+				first := readLines(t, c.Session(b.id, s.Id), s.ParentOffset)[0]
 				if first != known+1 {
 					t.Errorf("the new session begins with %d, the old one had %d lines until then", first, known)
 				}

@@ -105,7 +105,7 @@ func NewIn(tb testing.TB, bin, dir string) *Daemon {
 	if d.log, err = os.Create(filepath.Join(dir, "daemon.log")); err != nil {
 		tb.Fatal(err)
 	}
-	d.listen = freePort(tb)
+	d.listen = FreePort(tb)
 	d.URL = "http://" + d.listen
 	tb.Cleanup(d.cleanup)
 	return d
@@ -117,7 +117,8 @@ func (d *Daemon) Seed() {
 	seed(d.tb, d)
 }
 
-func freePort(tb testing.TB) string {
+// FreePort finds an address that nobody listens on now.
+func FreePort(tb testing.TB) string {
 	tb.Helper()
 	l, err := net.Listen("tcp4", "127.0.0.1:0")
 	if err != nil {

@@ -77,9 +77,6 @@ func inWorld(t *testing.T, node func(dir string) (below, error), wrap func(sandb
 			t.Fatal(err)
 		}
 		store := sandbox.Store(db)
-		if tmpWrap != nil {
-			store = tmpWrap(store)
-		}
 		if wrap != nil {
 			store = wrap(store)
 		}

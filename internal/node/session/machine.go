@@ -267,7 +267,11 @@ func (m *Manager) barrier(ctx context.Context, client guestv1connect.GuestClient
 	if err := m.sync(e); err != nil {
 		return sandbox.Errorf(sandbox.Unavailable, "log_write_failed", "the log of session %s can't be synced: %w", e.ref.Session, err)
 	}
-	return guestapi.FromRPC(ack(ctx, client, e.guest, l.Written(), false))
+	err = guestapi.FromRPC(ack(ctx, client, e.guest, l.Written(), false))
+	if sandbox.IsClass(err, sandbox.NotFound) {
+		return nil // it has ended meanwhile, and its end was taken: the guest forgot it
+	}
+	return err
 }
 
 // DeleteSandbox forgets a sandbox's sessions, ends their readers and removes

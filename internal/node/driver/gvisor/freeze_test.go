@@ -63,8 +63,12 @@ func TestPauseSurvivesControl(t *testing.T) {
 		paused bool   // truly
 		note   string // what the dead control process had written
 	}{
-		{true, enginerpc.Paused}, {true, enginerpc.Pausing}, {true, enginerpc.Resuming},
-		{false, ""}, {false, enginerpc.Pausing}, {false, enginerpc.Resuming},
+		{true, enginerpc.Paused},
+		{true, enginerpc.Pausing},
+		{true, enginerpc.Resuming},
+		{false, ""},
+		{false, enginerpc.Pausing},
+		{false, enginerpc.Resuming},
 	} {
 		if c.paused {
 			if err := m.Pause(ctx); err != nil {
@@ -122,6 +126,7 @@ func TestSnapshotOntoFullDisk(t *testing.T) {
 			f.unlink(m, l) // as a node does
 		}
 		_, err := m.Snapshot(f.ctx(time.Minute), dir, kind)
+		t.Logf("a %s snapshot onto a full disk: %v", kind, err)
 		if kind == sandbox.SnapshotMemory {
 			l = f.link(m)
 		}

@@ -142,6 +142,8 @@ func (w *world) exec(id string, args ...string) (string, error) {
 			if r.Exited && r.Exit != nil && r.Exit.Reason == "exited" || r.Lost {
 				return string(r.Stdout), last
 			}
+		case errors.As(err, &e) && e.Code == "session_expired":
+			last = err // the clock jumped before its command was started
 		case errors.As(err, &e) && !e.Retryable:
 			return "", err
 		default:

@@ -170,7 +170,7 @@ func (k *worker) follow(b *box, a asked, want move, ans accept, m mark, victim b
 func (k *worker) checkSnapshot(i *image) error {
 	var s api.Snapshot
 	if r, _, err := k.ask(k.rnd, "GET", "/v1/snapshots/"+i.id, nil, &s); r != nil || err != nil {
-		return fmt.Errorf("read the snapshot %s: %v %w", i.id, r, err)
+		return fmt.Errorf("read the snapshot %s: %v %v", i.id, r, err)
 	}
 	if s.State != api.SnapshotReady || s.Purpose != "named" || s.Sandbox != i.owner || s.Parent != i.before ||
 		(s.Kind == api.SnapshotMemory) != i.memory || s.SizeBytes <= 0 || s.TakenAt.IsZero() || s.Needs == nil {

@@ -309,7 +309,7 @@ func (k *worker) checkKept(b *box) error {
 		if err != nil {
 			return err
 		}
-		if info.State != api.SessionRunning {
+		if info.State != api.SessionRunning && (info.State != api.SessionExited || !c.mayExit) {
 			return fmt.Errorf("the session %s of a sandbox that is %s is %s", c.id, b.state, info.State)
 		}
 		if err := k.readLog(b, c, info); err != nil {

@@ -71,10 +71,10 @@ type world struct {
 type troubles struct{ daemon, control, agent, disk, clock, kills atomic.Int64 }
 
 // mark is the count of troubles at one instant.
-type mark struct{ daemon, control, agent, disk int64 }
+type mark struct{ daemon, control, agent, disk, clock int64 }
 
 func (w *world) mark() mark {
-	return mark{w.troubles.daemon.Load(), w.troubles.control.Load(), w.troubles.agent.Load(), w.troubles.disk.Load()}
+	return mark{w.troubles.daemon.Load(), w.troubles.control.Load(), w.troubles.agent.Load(), w.troubles.disk.Load(), w.troubles.clock.Load()}
 }
 
 // since says what has happened since a mark; "" is nothing.
@@ -84,7 +84,7 @@ func (w *world) since(m mark) string {
 	for _, k := range []struct {
 		name     string
 		was, now int64
-	}{{"daemon", m.daemon, now.daemon}, {"control", m.control, now.control}, {"agent", m.agent, now.agent}, {"disk", m.disk, now.disk}} {
+	}{{"daemon", m.daemon, now.daemon}, {"control", m.control, now.control}, {"agent", m.agent, now.agent}, {"disk", m.disk, now.disk}, {"clock", m.clock, now.clock}} {
 		if k.was != k.now {
 			what = append(what, k.name)
 		}

@@ -87,6 +87,17 @@ func (m *Manager) start(ctx context.Context, e *entry, status Status) error {
 		return err
 	}
 	defer m.release(e)
+	// Waiting for the agent took time, in which it may have ended or expired.
+	e.mu.Lock()
+	status = e.status
+	e.mu.Unlock()
+	switch status {
+	case Created, Starting:
+	case Expired:
+		return expired(e.ref)
+	default:
+		return nil
+	}
 	if status == Created {
 		if err := m.intend(e, l); err != nil {
 			return err

@@ -224,7 +224,8 @@ func (c *Control) machineRequest(ctx context.Context, w work) (sandbox.MachineRe
 // make asks the node once, telling meanwhile when its queue makes us wait.
 func (c *Control) make(ctx context.Context, op sandbox.Operation, req sandbox.MachineRequest) (status sandbox.MachineStatus, failure *sandbox.Error) {
 	const step = "making the machine"
-	c.progress(ctx, op, sandbox.OpRunning, step, "")
+	told := c.soon(ctx, op, step)
+	defer told()
 	watching, stop := context.WithCancel(ctx)
 	watched := make(chan struct{})
 	go func() {

@@ -32,7 +32,7 @@ while True:
         break
     except OSError: # the host's disk is full
         time.sleep(0.1)
-sys.exit(7)
+os._exit(7) # at once: a second signal on the way out would tell another end
 `
 
 // startCounter starts a counting session in a running box.

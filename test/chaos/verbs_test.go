@@ -100,8 +100,12 @@ func (k *worker) verb(b *box) error {
 	}
 	if k.rnd.IntN(25) == 0 && a.verb != "fork" {
 		time.Sleep(time.Duration(k.rnd.IntN(300)) * time.Millisecond)
-		k.delete(b) // supersedes it
-		return nil
+		k.delete(b) // supersedes it, unless it was faster
+		op, err := k.wait(ans.Operation.Id)
+		if err == nil && op.State == api.OperationSucceeded {
+			k.taken(b, a, op) // a named snapshot outlives its sandbox
+		}
+		return err
 	}
 	return k.follow(b, a, want, ans, m, victim)
 }

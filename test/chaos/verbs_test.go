@@ -173,8 +173,12 @@ func (k *worker) follow(b *box, a asked, want move, ans accept, m mark, victim b
 // checkSnapshot compares the row of a named snapshot with the model.
 func (k *worker) checkSnapshot(i *image) error {
 	var s api.Snapshot
-	if r, _, err := k.ask(k.rnd, "GET", "/v1/snapshots/"+i.id, nil, &s); r != nil || err != nil {
-		return fmt.Errorf("read the snapshot %s: %v %v", i.id, r, err)
+	r, _, err := k.ask(k.rnd, "GET", "/v1/snapshots/"+i.id, nil, &s)
+	if err != nil {
+		return err
+	}
+	if r != nil {
+		return fmt.Errorf("read the snapshot %s: %s", i.id, r)
 	}
 	if s.State != api.SnapshotReady || s.Purpose != "named" || s.Sandbox != i.owner || s.Parent != i.before ||
 		(s.Kind == api.SnapshotMemory) != i.memory || s.SizeBytes <= 0 || s.TakenAt.IsZero() || s.Needs == nil {

@@ -11,11 +11,11 @@ import (
 	"cloche.dev/cloche/test/harness"
 )
 
-// TestManySuspended keeps 100 suspended sandboxes (1000 at full length) on one
+// TestManySuspended keeps 40 suspended sandboxes (1000 at full length) on one
 // host: the daemon starts within 2 s, grows little, lists a page quickly, and what
 // is restored at random is what was suspended.
 func TestManySuspended(t *testing.T) {
-	n, back := 100, 5
+	n, back := 40, 5
 	if long() {
 		n, back = 1000, 20
 	}

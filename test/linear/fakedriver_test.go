@@ -10,7 +10,6 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
-	"slices"
 	"sync"
 	"time"
 
@@ -462,21 +461,4 @@ func (n *realNode) is(id string) string {
 		return "paused"
 	}
 	return "running"
-}
-
-// left lists what a node that has no sandbox still has.
-func (n *realNode) left(dir string) (all []string) {
-	n.h.mu.Lock()
-	for id := range n.h.networks {
-		all = append(all, "network "+id)
-	}
-	n.h.mu.Unlock()
-	for _, sub := range []string{"machines", "snapshots"} {
-		list, _ := os.ReadDir(filepath.Join(dir, sub))
-		for _, e := range list {
-			all = append(all, sub+"/"+e.Name())
-		}
-	}
-	slices.Sort(all)
-	return all
 }

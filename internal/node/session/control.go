@@ -37,7 +37,7 @@ func (m *Manager) Start(ctx context.Context, ref Ref) (State, error) {
 		}
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), callTimeout)
 		defer cancel()
-		if err := m.start(ctx, e, status); err != nil {
+		if err := m.start(ctx, e); err != nil {
 			return State{}, err
 		}
 	}
@@ -77,7 +77,7 @@ func (m *Manager) ends(sandboxID string) bool {
 }
 
 // start is called with e.op held, of a session that is Created or Starting.
-func (m *Manager) start(ctx context.Context, e *entry, status Status) error {
+func (m *Manager) start(ctx context.Context, e *entry) error {
 	client, err := m.opt.Guests.Client(ctx, e.ref.Sandbox)
 	if err != nil {
 		return err
@@ -89,7 +89,7 @@ func (m *Manager) start(ctx context.Context, e *entry, status Status) error {
 	defer m.release(e)
 	// Waiting for the agent took time, in which it may have ended or expired.
 	e.mu.Lock()
-	status = e.status
+	status := e.status
 	e.mu.Unlock()
 	switch status {
 	case Created, Starting:

@@ -128,7 +128,7 @@ func (m *Manager) meet(ctx context.Context, client guestv1connect.GuestClient, e
 	ctx, cancel := context.WithTimeout(ctx, callTimeout)
 	defer cancel()
 	e.setStatus(Created, Starting)
-	return m.start(ctx, e, Starting)
+	return m.start(ctx, e)
 }
 
 // refollow follows a running session over the new link. What the guest was

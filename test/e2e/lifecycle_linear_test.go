@@ -91,7 +91,7 @@ func chapter(t *testing.T, o *overHTTP, snap string, rng *rand.Rand) (*linear.Hi
 	plan := linear.Plan{Clients: 2 + rng.IntN(2), Calls: 3 + rng.IntN(2), Verbs: livelyVerbs, Pause: 100 * time.Millisecond}
 	err := h.Play(ctx, o, plan, rng)
 	o.orphans()
-	home := o.home(h, snap)
+	home := o.home(h, snap) && !h.Crashed()
 	h.Settle(ctx, o)
 	judge(t, h, err)
 	return h, home

@@ -204,6 +204,14 @@ func (h *History) Crash(ctx context.Context, sys System) {
 	sys.Crash(ctx)
 }
 
+// Crashed tells whether a machine was killed since the history began or was
+// last settled: its row may hear of it as late as in another history.
+func (h *History) Crashed() bool {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return len(h.crashes) > 0
+}
+
 // Settle waits until every operation has ended and takes a last look.
 func (h *History) Settle(ctx context.Context, sys System) {
 	h.ends.Wait()

@@ -37,6 +37,12 @@ const (
 	maxExtra         = 64      // connections beside the control one
 	maxRequest       = 2 << 20 // bytes of one RPC message
 	maxStreams       = 2048    // RPCs under way on one connection
+
+	// A connection that the host closed while a memory snapshot was taken may
+	// never tell so (the event is lost in gVisor's save): asking it does. The
+	// answer is given more time than a busy host needs.
+	pingAfter   = 4 * time.Second
+	pingTimeout = 15 * time.Second
 )
 
 // Config says where the agent stands.
@@ -207,6 +213,7 @@ func (a *Agent) serve(ctx context.Context, conn net.Conn) {
 		HTTP2: &http.HTTP2Config{
 			MaxConcurrentStreams: maxStreams, MaxReadFrameSize: 256 << 10,
 			MaxReceiveBufferPerConnection: 2 << 20, MaxReceiveBufferPerStream: 1 << 20,
+			SendPingTimeout: pingAfter, PingTimeout: pingTimeout,
 		},
 	}
 	srv.Protocols.SetUnencryptedHTTP2(true)

@@ -196,6 +196,20 @@ var memoryClauses = []Clause{
 		x.snapshot(sandbox.SnapshotMemory)
 		x.advances(session, r)
 	}},
+	{"snapshot-cut", "However close to a snapshot the host closes its connections, the agent dials again, also when one fails in between.", func(b *bench) {
+		x := b.box()
+		for range 15 {
+			x.snapshot(sandbox.SnapshotMemory) // closes the link and takes the image at once
+			x.link.Close()
+			if _, err := x.m.Snapshot(b.ctx, "/nowhere", sandbox.SnapshotMemory); err == nil {
+				b.Fatalf("an image was written to nowhere")
+			}
+			if err := x.connect(true, nil); err != nil {
+				b.Fatalf("the agent did not come back: %v", err)
+			}
+		}
+		b.want("the host name", x.root("hostname"), "box")
+	}},
 	{"restore", "A machine made from a memory image goes on where that stood: processes with their numbers, output, files, memory.", restoreGoesOn},
 	{"restore-paused", "The image of a paused machine runs when it is restored; the machine itself stays paused.", func(b *bench) {
 		x := b.box()

@@ -57,7 +57,13 @@ func (k *worker) sabotage(b *box, fits bool) func() bool {
 // kill kills the machine of b if it has one now.
 func (k *worker) kill(b *box) bool {
 	pid := sentry(b.id)
-	if pid == 0 || syscall.Kill(pid, syscall.SIGKILL) != nil {
+	if pid == 0 {
+		return false
+	}
+	// Numbers are used again within seconds here: it must still be the sentry's
+	// when the process is held.
+	p, err := os.FindProcess(pid)
+	if err != nil || sentry(b.id) != pid || p.Signal(syscall.SIGKILL) != nil {
 		return false
 	}
 	b.killed = pid

@@ -178,7 +178,12 @@ func (b box) sentry() int {
 // kill ends the machine as a crash would; it tells whether there was one.
 func (b box) kill() bool {
 	pid := b.sentry()
-	return pid != 0 && syscall.Kill(pid, syscall.SIGKILL) == nil
+	if pid == 0 {
+		return false
+	}
+	// Its number may be another's by now, but not once the process is held.
+	p, err := os.FindProcess(pid)
+	return err == nil && b.sentry() == pid && p.Signal(syscall.SIGKILL) == nil
 }
 
 // is waits until the sandbox is in a state.

@@ -33,10 +33,10 @@ const cgroup2Magic = 0x63677270
 
 // Tree is the host's cgroup filesystem.
 type Tree struct {
-	root   string
-	v2     bool
-	sleep  time.Duration // between two looks at a group that is being emptied
-	signal func(pid int, sig syscall.Signal) error
+	root  string
+	v2    bool
+	sleep time.Duration // between two looks at a group that is being emptied
+	hold  func(pid int) (signal func(os.Signal) error)
 }
 
 // Host returns the tree of this host.
@@ -45,7 +45,7 @@ func Host() (*Tree, error) {
 	if err := syscall.Statfs(defaultRoot, &st); err != nil {
 		return nil, fmt.Errorf("look for cgroups at %s: %w", defaultRoot, err)
 	}
-	return &Tree{root: defaultRoot, v2: st.Type == cgroup2Magic, sleep: 2 * time.Millisecond, signal: syscall.Kill}, nil
+	return &Tree{root: defaultRoot, v2: st.Type == cgroup2Magic, sleep: 2 * time.Millisecond, hold: hold}, nil
 }
 
 // Version is 1 or 2.
@@ -180,6 +180,15 @@ func gone(err error) bool {
 	return errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ENODEV)
 }
 
+// hold takes hold of a process beyond the reuse of its number.
+func hold(pid int) func(os.Signal) error {
+	p, err := os.FindProcess(pid) // a pidfd, where the kernel has them
+	if err != nil {
+		return func(os.Signal) error { return os.ErrProcessDone }
+	}
+	return func(sig os.Signal) error { return p.Signal(sig) }
+}
+
 // Kill kills every process in the group and below it, also those that appear
 // meanwhile, and returns when there is none left.
 func (g Group) Kill(ctx context.Context) error {
@@ -195,9 +204,20 @@ func (g Group) Kill(ctx context.Context) error {
 		if len(pids) == 0 {
 			return nil
 		}
+		// A number may be another process's by the time of the signal. So each
+		// process is held first, and signalled only if the group still has its number.
+		held := map[int]func(os.Signal) error{}
 		for _, pid := range pids {
-			if err := g.tree.signal(pid, syscall.SIGKILL); err != nil && !errors.Is(err, syscall.ESRCH) {
-				return fmt.Errorf("kill process %d of cgroup %s: %w", pid, g.path, err)
+			held[pid] = g.tree.hold(pid)
+		}
+		if pids, err = g.Procs(); err != nil {
+			return err
+		}
+		for _, pid := range pids {
+			if signal := held[pid]; signal != nil {
+				if err := signal(syscall.SIGKILL); err != nil && !errors.Is(err, os.ErrProcessDone) && !errors.Is(err, syscall.ESRCH) {
+					return fmt.Errorf("kill process %d of cgroup %s: %w", pid, g.path, err)
+				}
 			}
 		}
 		if err := g.tree.wait(ctx); err != nil {

@@ -27,7 +27,7 @@ func fake(t *testing.T, v2 bool, files map[string]string) *Tree {
 			t.Fatal(err)
 		}
 	}
-	return &Tree{root: root, v2: v2, sleep: time.Microsecond, signal: func(int, syscall.Signal) error { return nil }}
+	return &Tree{root: root, v2: v2, sleep: time.Microsecond, hold: func(int) func(os.Signal) error { return func(os.Signal) error { return nil } }}
 }
 
 func fakeV1(t *testing.T) *Tree {
@@ -105,7 +105,7 @@ func TestKillWaitsForTheLast(t *testing.T) {
 		}
 	}
 	var killed []int
-	tree.signal = func(pid int, sig syscall.Signal) error {
+	kill := func(pid int, sig os.Signal) error {
 		killed = append(killed, pid)
 		switch {
 		case sig != syscall.SIGKILL:
@@ -120,6 +120,7 @@ func TestKillWaitsForTheLast(t *testing.T) {
 		}
 		return nil
 	}
+	tree.hold = func(pid int) func(os.Signal) error { return func(sig os.Signal) error { return kill(pid, sig) } }
 	if err := tree.Group("cloche/a").Kill(context.Background()); err != nil {
 		t.Fatal(err)
 	}

@@ -280,6 +280,8 @@ random_only = {"setQuotas", "deleteSnapshot", "deleteTemplate", "deleteRelease",
 
 def tame(name, case):
     """Keeps random requests from doing harm to the run itself."""
+    if name == "readArchive":  # of "/" it would have no end that memory here can hold
+        case.query["path"] = "/tmp/fuzz"
     if name == "removeFile":
         case.query["path"] = "/tmp/fuzz/none"
     if name == "moveFile" and isinstance(case.body, dict):

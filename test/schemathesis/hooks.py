@@ -293,8 +293,10 @@ def tame(name, case):
 
 
 def protect(name, case):
-    """Leaves the template of the run alone, whatever a case is meant to be."""
+    """Leaves the template and the sandboxes of the run alone, whatever a case is meant to be."""
     ids = case.path_parameters or {}
+    if name == "deleteSandbox" and world_made and ids.get("sandbox") in (world_made.box, world_made.life, world_made.spare):
+        case.path_parameters = {**ids, "sandbox": world_made.gone}
     mine = {TEMPLATE, TEMPLATE.removesuffix(":latest"), TEMPLATE.removesuffix(":latest") + ":latest"}
     for field in ("template", "release"):
         if name in ("deleteTemplate", "deleteRelease", "putRelease") and urllib.parse.unquote(str(ids.get(field))) in mine:

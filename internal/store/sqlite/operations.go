@@ -87,17 +87,10 @@ func (s *Store) Operations(ctx context.Context, project string, f sandbox.Operat
 		w.and("sandbox = ?", f.Sandbox)
 	}
 	in(&w, "state", f.States)
-	limit, err := w.page(p, sandbox.KindOperation)
-	if err != nil {
-		return nil, "", err
-	}
-	tail, args := w.sql(limit)
-	list, err := collect(ctx, s.r, scanOperation, "SELECT "+operationColumns+" FROM operations"+tail, args...)
-	if err != nil {
-		return nil, "", err
-	}
-	list, next := cut(list, limit, func(op sandbox.Operation) (time.Time, string) { return op.CreatedAt, op.ID })
-	return list, next, nil
+	return listing[sandbox.Operation]{
+		kind: sandbox.KindOperation, query: "SELECT " + operationColumns + " FROM operations", scan: scanOperation,
+		pos: func(op sandbox.Operation) (time.Time, string) { return op.CreatedAt, op.ID },
+	}.page(ctx, s.r, w, p)
 }
 
 // CreateOperation inserts an operation that has no sandbox.

@@ -1,6 +1,7 @@
 package sqlite
 
 import (
+	"context"
 	"encoding/base64"
 	"fmt"
 	"strconv"
@@ -73,6 +74,28 @@ func (w *where) sql(limit int) (string, []any) {
 		tail = " WHERE " + strings.Join(w.conds, " AND ")
 	}
 	return fmt.Sprintf("%s ORDER BY created_at DESC, id DESC LIMIT %d", tail, limit+1), w.args
+}
+
+// listing is a kind of row that is listed by age, newest first.
+type listing[T any] struct {
+	kind  string // of its ids
+	query string // without conditions: SELECT … FROM …
+	scan  func(scanner) (T, error)
+	pos   func(T) (created time.Time, id string)
+}
+
+// page lists the rows that w lets through, as p asks.
+func (l listing[T]) page(ctx context.Context, q queryer, w where, p sandbox.Page) (list []T, next string, err error) {
+	limit, err := w.page(p, l.kind)
+	if err != nil {
+		return nil, "", err
+	}
+	tail, args := w.sql(limit)
+	if list, err = collect(ctx, q, l.scan, l.query+tail, args...); err != nil {
+		return nil, "", err
+	}
+	list, next = cut(list, limit, l.pos)
+	return list, next, nil
 }
 
 // cut takes the surplus row away and makes the token of the next page.

@@ -172,17 +172,10 @@ func (s *Store) Sandboxes(ctx context.Context, project string, f sandbox.Sandbox
 	for k, v := range f.Labels {
 		w.and("EXISTS (SELECT 1 FROM json_each(labels) AS l WHERE l.key = ? AND l.value = ?)", k, v)
 	}
-	limit, err := w.page(p, sandbox.KindSandbox)
-	if err != nil {
-		return nil, "", err
-	}
-	tail, args := w.sql(limit)
-	list, err := collect(ctx, s.r, scanSandbox, "SELECT "+sandboxColumns+" FROM sandboxes"+tail, args...)
-	if err != nil {
-		return nil, "", err
-	}
-	list, next := cut(list, limit, func(sb sandbox.Sandbox) (time.Time, string) { return sb.CreatedAt, sb.ID })
-	return list, next, nil
+	return listing[sandbox.Sandbox]{
+		kind: sandbox.KindSandbox, query: "SELECT " + sandboxColumns + " FROM sandboxes", scan: scanSandbox,
+		pos: func(sb sandbox.Sandbox) (time.Time, string) { return sb.CreatedAt, sb.ID },
+	}.page(ctx, s.r, w, p)
 }
 
 // change runs one UPDATE of a sandbox that is not deleted, tells it as an event

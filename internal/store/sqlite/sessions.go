@@ -118,17 +118,10 @@ func (s *Store) Sessions(ctx context.Context, project, sb string, p sandbox.Page
 	}
 	var w where
 	w.and("sandbox = ?", sb)
-	limit, err := w.page(p, sandbox.KindSession)
-	if err != nil {
-		return nil, "", err
-	}
-	tail, args := w.sql(limit)
-	list, err := collect(ctx, s.r, scanSession, "SELECT "+sessionColumns+" FROM sessions"+tail, args...)
-	if err != nil {
-		return nil, "", err
-	}
-	list, next := cut(list, limit, func(v sandbox.Session) (time.Time, string) { return v.CreatedAt, v.ID })
-	return list, next, nil
+	return listing[sandbox.Session]{
+		kind: sandbox.KindSession, query: "SELECT " + sessionColumns + " FROM sessions", scan: scanSession,
+		pos: func(v sandbox.Session) (time.Time, string) { return v.CreatedAt, v.ID },
+	}.page(ctx, s.r, w, p)
 }
 
 // DeleteSession removes a session's row. Idempotent.

@@ -166,15 +166,8 @@ func (s *Store) Snapshots(ctx context.Context, project string, f sandbox.Snapsho
 	}
 	in(&w, "purpose", f.Purposes)
 	in(&w, "state", f.States)
-	limit, err := w.page(p, sandbox.KindSnapshot)
-	if err != nil {
-		return nil, "", err
-	}
-	tail, args := w.sql(limit)
-	list, err := collect(ctx, s.r, scanSnapshot, "SELECT "+snapshotColumns+" FROM snapshots"+tail, args...)
-	if err != nil {
-		return nil, "", err
-	}
-	list, next := cut(list, limit, func(n sandbox.Snapshot) (time.Time, string) { return n.CreatedAt, n.ID })
-	return list, next, nil
+	return listing[sandbox.Snapshot]{
+		kind: sandbox.KindSnapshot, query: "SELECT " + snapshotColumns + " FROM snapshots", scan: scanSnapshot,
+		pos: func(n sandbox.Snapshot) (time.Time, string) { return n.CreatedAt, n.ID },
+	}.page(ctx, s.r, w, p)
 }

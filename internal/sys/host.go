@@ -6,6 +6,7 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"sync"
 )
 
 // HostBootID returns the kernel's id of this boot of the host; "" where it
@@ -19,8 +20,11 @@ func HostBootID() string {
 }
 
 // CPUFeatures returns the features of the host's processors by the names that
-// /proc/cpuinfo gives them, sorted: those that every processor has.
-func CPUFeatures() ([]string, error) {
+// /proc/cpuinfo gives them, sorted: those that every processor has. It reads
+// them once, and its answer must not be changed.
+var CPUFeatures = sync.OnceValues(cpuFeatures)
+
+func cpuFeatures() ([]string, error) {
 	data, err := os.ReadFile("/proc/cpuinfo")
 	if err != nil {
 		return nil, fmt.Errorf("read the processors' features: %w", err)

@@ -6,7 +6,6 @@ import (
 	"log/slog"
 	"path/filepath"
 	"strings"
-	"syscall"
 	"testing"
 	"time"
 
@@ -15,6 +14,7 @@ import (
 	"cloche.dev/cloche/internal/node"
 	"cloche.dev/cloche/internal/node/snapshot"
 	"cloche.dev/cloche/internal/sandbox"
+	"cloche.dev/cloche/test/harness"
 )
 
 // The scenarios below provoke, each by itself, what one precaution is there
@@ -36,7 +36,7 @@ func TestAFailedCreateLeavesNothing(t *testing.T) {
 	go func() { // ends with ctx
 		n := 0
 		for ctx.Err() == nil {
-			if pid := sentry(a.Sandbox.Id); pid > 0 && syscall.Kill(pid, syscall.SIGKILL) == nil {
+			if harness.KillSentry(a.Sandbox.Id) > 0 {
 				n++
 			}
 			time.Sleep(5 * time.Millisecond)

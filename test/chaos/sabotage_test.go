@@ -1,36 +1,14 @@
 package chaos
 
 import (
-	"bytes"
 	"context"
 	"fmt"
-	"os"
-	"path/filepath"
-	"strconv"
 	"strings"
-	"syscall"
 	"time"
 
 	"cloche.dev/cloche/api"
+	"cloche.dev/cloche/test/harness"
 )
-
-// sentry finds the process of a sandbox's machine; 0 is none.
-func sentry(id string) int {
-	dirs, _ := filepath.Glob("/proc/[0-9]*")
-	for _, p := range dirs {
-		b, err := os.ReadFile(filepath.Join(p, "cmdline"))
-		if err != nil || !bytes.Contains(b, []byte(id)) {
-			continue
-		}
-		for _, arg := range bytes.Split(b, []byte{0}) {
-			if string(arg) == "boot" {
-				pid, _ := strconv.Atoi(filepath.Base(p))
-				return pid
-			}
-		}
-	}
-	return 0
-}
 
 // sabotage may kill the machine or the agent of b while a verb is under way. It
 // returns a function that waits for that and tells whether a machine was killed.
@@ -56,14 +34,8 @@ func (k *worker) sabotage(b *box, fits bool) func() bool {
 
 // kill kills the machine of b if it has one now.
 func (k *worker) kill(b *box) bool {
-	pid := sentry(b.id)
+	pid := harness.KillSentry(b.id)
 	if pid == 0 {
-		return false
-	}
-	// Numbers are used again within seconds here: it must still be the sentry's
-	// when the process is held.
-	p, err := os.FindProcess(pid)
-	if err != nil || sentry(b.id) != pid || p.Signal(syscall.SIGKILL) != nil {
 		return false
 	}
 	b.killed = pid
@@ -100,7 +72,7 @@ func (k *worker) aftermath(b *box, disturbed bool) error {
 		if err != nil {
 			return err
 		}
-		pid := sentry(b.id)
+		pid := harness.Sentry(b.id)
 		if string(s.State) == "failed" {
 			if gaveUp := b.gaveUp && s.End != nil && s.End.Reason == "rolled_back"; !gaveUp && b.killed == 0 || pid != 0 {
 				return fmt.Errorf("the sandbox has failed by itself: %+v (machine on the host: %d, killed: %d)", s.End, pid, b.killed)

@@ -5,9 +5,7 @@ import (
 	"encoding/json"
 	"net/http"
 	"os"
-	"path/filepath"
 	"strconv"
-	"strings"
 	"sync"
 	"syscall"
 	"testing"
@@ -157,34 +155,10 @@ func (b box) script(text string) string {
 }
 
 // sentry finds the process of a sandbox's machine.
-func (b box) sentry() int {
-	dirs, _ := filepath.Glob("/proc/[0-9]*/cmdline")
-	for _, file := range dirs {
-		text, err := os.ReadFile(file)
-		if err != nil || !strings.Contains(string(text), b.id) || !strings.Contains(string(text), b.d.State) && !strings.Contains(string(text), b.d.Run) {
-			continue
-		}
-		args := strings.Split(string(text), "\x00")
-		if !strings.Contains(strings.Join(args, " "), " boot ") {
-			continue
-		}
-		if pid, err := strconv.Atoi(filepath.Base(filepath.Dir(file))); err == nil {
-			return pid
-		}
-	}
-	return 0
-}
+func (b box) sentry() int { return harness.Sentry(b.id) }
 
 // kill ends the machine as a crash would; it tells whether there was one.
-func (b box) kill() bool {
-	pid := b.sentry()
-	if pid == 0 {
-		return false
-	}
-	// Its number may be another's by now, but not once the process is held.
-	p, err := os.FindProcess(pid)
-	return err == nil && b.sentry() == pid && p.Signal(syscall.SIGKILL) == nil
-}
+func (b box) kill() bool { return harness.KillSentry(b.id) > 0 }
 
 // is waits until the sandbox is in a state.
 func (b box) is(state api.SandboxState) {

@@ -6,6 +6,7 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 )
@@ -73,4 +74,38 @@ func (d *Daemon) DemandLevel(before, control int) {
 		}
 	}
 	d.tb.Errorf("descriptors stay: daemon %d (before: %d), control process %d (before: %d)", now, before, ctl, control)
+}
+
+// Sentry finds the process of a sandbox's machine; 0 is none. Ids are unique,
+// so that it needs no daemon.
+func Sentry(id string) int {
+	files, _ := filepath.Glob("/proc/[0-9]*/cmdline")
+	for _, file := range files {
+		b, err := os.ReadFile(file)
+		if err != nil || !bytes.Contains(b, []byte(id)) {
+			continue
+		}
+		for _, arg := range bytes.Split(b, []byte{0}) {
+			if string(arg) == "boot" {
+				pid, _ := strconv.Atoi(filepath.Base(filepath.Dir(file)))
+				return pid
+			}
+		}
+	}
+	return 0
+}
+
+// KillSentry ends a sandbox's machine as a crash would and returns the process
+// that it killed; 0 is none. Numbers are used again within seconds: it must still
+// be the sentry's when the process is held.
+func KillSentry(id string) int {
+	pid := Sentry(id)
+	if pid == 0 {
+		return 0
+	}
+	p, err := os.FindProcess(pid)
+	if err != nil || Sentry(id) != pid || p.Signal(syscall.SIGKILL) != nil {
+		return 0
+	}
+	return pid
 }

@@ -74,6 +74,20 @@ func (d *Daemon) DemandLevel(before, control int) {
 		}
 	}
 	d.tb.Errorf("descriptors stay: daemon %d (before: %d), control process %d (before: %d)", now, before, ctl, control)
+	for _, pid := range append([]string{strconv.Itoa(d.Pid())}, d.ControlProcesses()...) {
+		d.tb.Logf("descriptors of %s:\n%s", pid, strings.Join(openFiles(pid), "\n"))
+	}
+}
+
+// openFiles names what a process holds open, one line per descriptor.
+func openFiles(pid string) []string {
+	var lines []string
+	fds, _ := filepath.Glob(filepath.Join("/proc", pid, "fd", "*"))
+	for _, fd := range fds {
+		to, _ := os.Readlink(fd)
+		lines = append(lines, filepath.Base(fd)+" "+to)
+	}
+	return lines
 }
 
 // Sentry finds the process of a sandbox's machine; 0 is none. Ids are unique,

@@ -36,7 +36,7 @@ type Tree struct {
 	root  string
 	v2    bool
 	sleep time.Duration // between two looks at a group that is being emptied
-	hold  func(pid int) (signal func(os.Signal) error)
+	hold  func(pid int) (held, error)
 }
 
 // Host returns the tree of this host.
@@ -180,14 +180,13 @@ func gone(err error) bool {
 	return errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ENODEV)
 }
 
-// hold takes hold of a process beyond the reuse of its number.
-func hold(pid int) func(os.Signal) error {
-	p, err := os.FindProcess(pid) // a pidfd, where the kernel has them
-	if err != nil {
-		return func(os.Signal) error { return os.ErrProcessDone }
-	}
-	return func(sig os.Signal) error { return p.Signal(sig) }
+// held is a process that is held beyond the reuse of its number, until Release.
+type held interface {
+	Signal(sig os.Signal) error
+	Release() error
 }
+
+func hold(pid int) (held, error) { return os.FindProcess(pid) } // a pidfd, where the kernel has them
 
 // Kill kills every process in the group and below it, also those that appear
 // meanwhile, and returns when there is none left.
@@ -204,26 +203,38 @@ func (g Group) Kill(ctx context.Context) error {
 		if len(pids) == 0 {
 			return nil
 		}
-		// A number may be another process's by the time of the signal. So each
-		// process is held first, and signalled only if the group still has its number.
-		held := map[int]func(os.Signal) error{}
-		for _, pid := range pids {
-			held[pid] = g.tree.hold(pid)
-		}
-		if pids, err = g.Procs(); err != nil {
+		if err := g.kill(pids); err != nil {
 			return err
-		}
-		for _, pid := range pids {
-			if signal := held[pid]; signal != nil {
-				if err := signal(syscall.SIGKILL); err != nil && !errors.Is(err, os.ErrProcessDone) && !errors.Is(err, syscall.ESRCH) {
-					return fmt.Errorf("kill process %d of cgroup %s: %w", pid, g.path, err)
-				}
-			}
 		}
 		if err := g.tree.wait(ctx); err != nil {
 			return fmt.Errorf("%d processes of cgroup %s would not die: %w", len(pids), g.path, err)
 		}
 	}
+}
+
+// kill kills those of the processes that are in the group. A number may be
+// another process's by the time of the signal: so each process is held first,
+// and signalled only if the group still has its number.
+func (g Group) kill(pids []int) error {
+	processes := map[int]held{}
+	for _, pid := range pids {
+		if p, err := g.tree.hold(pid); err == nil {
+			processes[pid] = p
+			defer func() { _ = p.Release() }()
+		}
+	}
+	pids, err := g.Procs()
+	if err != nil {
+		return err
+	}
+	for _, pid := range pids {
+		if p := processes[pid]; p != nil {
+			if err := p.Signal(syscall.SIGKILL); err != nil && !errors.Is(err, os.ErrProcessDone) && !errors.Is(err, syscall.ESRCH) {
+				return fmt.Errorf("kill process %d of cgroup %s: %w", pid, g.path, err)
+			}
+		}
+	}
+	return nil
 }
 
 func (t *Tree) wait(ctx context.Context) error {

@@ -27,7 +27,27 @@ func fake(t *testing.T, v2 bool, files map[string]string) *Tree {
 			t.Fatal(err)
 		}
 	}
-	return &Tree{root: root, v2: v2, sleep: time.Microsecond, hold: func(int) func(os.Signal) error { return func(os.Signal) error { return nil } }}
+	return &Tree{root: root, v2: v2, sleep: time.Microsecond, hold: func(int) (held, error) { return process{}, nil }}
+}
+
+// process is a fake one that survives, unless told otherwise.
+type process struct {
+	kill    func(os.Signal) error
+	release func()
+}
+
+func (p process) Signal(sig os.Signal) error {
+	if p.kill == nil {
+		return nil
+	}
+	return p.kill(sig)
+}
+
+func (p process) Release() error {
+	if p.release != nil {
+		p.release()
+	}
+	return nil
 }
 
 func fakeV1(t *testing.T) *Tree {
@@ -120,12 +140,19 @@ func TestKillWaitsForTheLast(t *testing.T) {
 		}
 		return nil
 	}
-	tree.hold = func(pid int) func(os.Signal) error { return func(sig os.Signal) error { return kill(pid, sig) } }
+	open := 0
+	tree.hold = func(pid int) (held, error) {
+		open++
+		return process{func(sig os.Signal) error { return kill(pid, sig) }, func() { open-- }}, nil
+	}
 	if err := tree.Group("cloche/a").Kill(context.Background()); err != nil {
 		t.Fatal(err)
 	}
 	if !slices.Equal(killed, []int{10, 11, 12, 13, 20}) {
 		t.Errorf("killed %v", killed)
+	}
+	if open != 0 {
+		t.Errorf("%d processes are still held", open)
 	}
 }
 

@@ -10,6 +10,7 @@ import (
 	"math"
 	"os"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"sync"
 
@@ -68,6 +69,13 @@ func create(root string) (enginerpc.Machine, error) {
 	if err := json.NewDecoder(io.LimitReader(os.Stdin, enginerpc.MaxRequest)).Decode(&req); err != nil {
 		return none, fmt.Errorf("read the request: %w", err)
 	}
+	// Kept until this process ends: only then can nothing of the machine appear
+	// any more (see the driver's Discard).
+	lock, err := sys.TryLock(filepath.Join(req.Dir, enginerpc.LockedName))
+	if err != nil {
+		return none, err
+	}
+	defer runtime.KeepAlive(lock)
 	if err := lendStdio(); err != nil {
 		return none, err
 	}

@@ -75,7 +75,10 @@ func (c *control) startChild(ctx context.Context, files []*os.File) (int, <-chan
 	pid, exit, err := c.reaper.start(func() (int, error) {
 		var err error
 		proc, err = os.StartProcess("/proc/self/exe", []string{"cloche-gvisor", "create", c.root()}, &os.ProcAttr{
-			Dir: "/", Env: []string{"PATH=/usr/sbin:/usr/bin:/sbin:/bin"}, Files: files, Sys: &syscall.SysProcAttr{Setsid: true},
+			Dir: "/", Env: []string{"PATH=/usr/sbin:/usr/bin:/sbin:/bin"}, Files: files,
+			// Nobody would read its answer: a machine must not appear when its
+			// creation has long been undone. (Threads of Go don't end before the process.)
+			Sys: &syscall.SysProcAttr{Setsid: true, Pdeathsig: syscall.SIGKILL},
 		})
 		if err != nil {
 			return 0, fmt.Errorf("start the create child: %w", err)

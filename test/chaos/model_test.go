@@ -235,10 +235,11 @@ func newBox(id string, parent *box, from *image) *box {
 	if parent != nil {
 		maps.Copy(b.line, parent.line)
 		maps.Copy(b.maybe, parent.maybe)
-		b.checkpoints = parent.checkpoints
+		b.checkpoints, b.base = parent.checkpoints, parent.base
 	}
 	if from != nil {
 		maps.Copy(b.maybe, from.past)
+		b.base = from.passed()
 	}
 	return b
 }

@@ -280,6 +280,11 @@ func (e *engine) discard(ctx context.Context, id string) error {
 	if err != nil && !absent(err) {
 		return err
 	}
+	return nil
+}
+
+// sweep removes what is left of a machine in the control process's directory.
+func (e *engine) sweep(id string) error {
 	root := filepath.Join(e.dir, enginerpc.RootName)
 	for _, path := range []string{
 		filepath.Join(e.dir, "machines", id), filepath.Join(root, "runsc-"+id+".sock"),

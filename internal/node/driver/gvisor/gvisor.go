@@ -6,6 +6,7 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"io/fs"
 	"log/slog"
 	"os"
 	"path/filepath"
@@ -14,6 +15,7 @@ import (
 
 	"cloche.dev/cloche/internal/node/cgroup"
 	"cloche.dev/cloche/internal/node/driver"
+	"cloche.dev/cloche/internal/node/driver/gvisor/enginerpc"
 	"cloche.dev/cloche/internal/sandbox"
 )
 
@@ -188,10 +190,16 @@ func (d *Driver) Discard(ctx context.Context, id string) error {
 	m := d.machines[id]
 	delete(d.machines, id)
 	d.mu.Unlock()
+	var engines []*engine
 	for _, e := range d.known() {
 		if e.has(id) {
+			engines = append(engines, e)
 			errs = append(errs, e.discard(ctx, id))
 		}
+	}
+	errs = append(errs, d.settle(ctx, id))
+	for _, e := range engines {
+		errs = append(errs, e.sweep(id))
 	}
 	if rec, err := readRecord(d.machineDir(id)); err == nil {
 		errs = append(errs, rec.Sentry.Kill(), rec.Gofer.Kill())
@@ -208,4 +216,18 @@ func (d *Driver) Discard(ctx context.Context, id string) error {
 	// The directory around it is the node's, who may have put nothing there.
 	_ = os.Remove(filepath.Dir(d.machineDir(id)))
 	return nil
+}
+
+// settle returns when no create child of the machine lives any more. One whose
+// control process was killed is killed with it, but not before we are here; what it
+// still made would be found by the next creation, or end that one's machine.
+func (d *Driver) settle(ctx context.Context, id string) error {
+	lock, err := lockFile(ctx, filepath.Join(d.machineDir(id), enginerpc.LockedName))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("the machine is still being made: %w", err)
+	}
+	return lock.Close()
 }

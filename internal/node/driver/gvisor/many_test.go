@@ -6,8 +6,10 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
@@ -248,4 +250,62 @@ func TestProbe(t *testing.T) {
 	if c := f.d.Probe(ctx); c.OK {
 		t.Errorf("Probe in a millisecond = %+v", c)
 	}
+}
+
+// TestControlKilledInCreation kills the control process at some instant of a
+// creation whose child is slow. The driver undoes it and may be asked again at
+// once: what the child had begun must neither be in the way nor end the new machine.
+func TestControlKilledInCreation(t *testing.T) {
+	f := newFixture(t)
+	f.discard(f.create(f.spec(128)).ID()) // the control process runs
+	for i := range 10 {
+		control := f.engineProcess()
+		spec := f.spec(128)
+		made := make(chan error, 1)
+		go func() {
+			_, err := f.d.Create(f.ctx(time.Minute), spec)
+			made <- err
+		}()
+		child := f.createChild(control)
+		time.Sleep(time.Duration(10*i) * time.Millisecond)
+		_ = syscall.Kill(child.PID, syscall.SIGSTOP) // it may have ended
+		if err := control.Kill(); err != nil {
+			t.Fatal(err)
+		}
+		t.Logf("killed after %d ms: %v", 10*i, <-made)
+		if err := child.Wait(f.ctx(50 * time.Millisecond)); err != nil {
+			t.Error("the creation was undone, and its child lives still")
+			_ = syscall.Kill(child.PID, syscall.SIGCONT)
+		}
+		m := f.create(spec)
+		select {
+		case <-m.Exited():
+			t.Errorf("the machine that was made then ended: %+v", m.End())
+		case <-time.After(300 * time.Millisecond):
+		}
+		f.discard(spec.ID)
+	}
+}
+
+// createChild waits for the create child of a control process.
+func (f *fixture) createChild(control sys.Process) sys.Process {
+	f.t.Helper()
+	for end := time.Now().Add(time.Minute); time.Now().Before(end); time.Sleep(time.Millisecond) {
+		lists, _ := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/children", control.PID))
+		for _, list := range lists {
+			pids, _ := os.ReadFile(list)
+			for _, s := range strings.Fields(string(pids)) {
+				args, _ := os.ReadFile("/proc/" + s + "/cmdline")
+				pid, err := strconv.Atoi(s)
+				if err != nil || !strings.Contains(string(args), "\x00create\x00") {
+					continue
+				}
+				if p, err := sys.FindProcess(pid); err == nil {
+					return p
+				}
+			}
+		}
+	}
+	f.t.Fatal("there is no create child")
+	return sys.Process{}
 }

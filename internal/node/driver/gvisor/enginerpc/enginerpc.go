@@ -44,6 +44,7 @@ const (
 	PanicName   = "panic.log"   // what the engine's own runtime wrote when it crashed
 	ConsoleName = "console.log" // the beginning and the end of what PID 1 wrote to stdout and stderr
 	FifoName    = "console"
+	LockedName  = "create.lock"  // held by the create child while it lives
 	RequestName = "request.json" // the CreateRequest that made it; also a file of each memory image
 )
 

@@ -145,6 +145,7 @@ func (n *Node) bringUp(ctx context.Context, d driver.Driver, m *machine, from *o
 		return sandbox.MachineStatus{}, err
 	}
 	*ready = true
+	n.o.Recorder.MachineBack(m.id) // before anybody is told that it runs
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	m.ready, m.former = true, nil

@@ -78,7 +78,6 @@ func (h *fakeHost) MachineReady(_ context.Context, id string) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.ready[id]++
-	delete(h.held, id)
 	return nil
 }
 

@@ -254,6 +254,12 @@ func (h *fakeHost) MachineHeld(_ context.Context, id string) error {
 	return nil
 }
 
+func (h *fakeHost) MachineBack(id string) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	delete(h.held, id)
+}
+
 func (h *fakeHost) Barrier(ctx context.Context, id string) error {
 	h.at.pass()
 	h.mu.Lock()

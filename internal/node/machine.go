@@ -22,6 +22,8 @@ type machine struct {
 	line    *line         // nil while there is none
 	moved   chan struct{} // closed and replaced when line or wish has changed
 	ready   bool
+	leaving bool         // a snapshot is taken after which it is to be released
+	untold  *sandbox.End // its end, which came while leaving; see depart
 	seq     int64
 	ctx     context.Context // ends when the machine is deleted or the node stops
 	unlink  context.CancelFunc
@@ -139,17 +141,39 @@ func (n *Node) ended(m *machine, end sandbox.End) {
 	j := *m.journal
 	j.End = &end
 	m.journal = &j
-	held := m.wish.Held
+	held, leaving := m.wish.Held, m.leaving
+	if leaving {
+		m.untold = &end
+	}
 	n.touch(m)
 	n.mu.Unlock()
 	defer m.unlink()
 	if err := j.save(n.dir(m.id)); err != nil {
 		n.o.Log.Error("save a machine's end", "sandbox", m.id, "err", err)
 	}
-	if !n.complete(held) { // else its snapshot is all that counts, and its release says what becomes of the sessions
+	if !leaving && !n.complete(held) { // else its snapshot is all that counts, and its release says what becomes of the sessions
 		n.tellEnd(n.ctx, m.id, end)
 	}
 	n.o.Log.Info("machine ended", "sandbox", m.id, "reason", end.Reason)
+}
+
+// depart notes that a snapshot is begun after which the machine is to be
+// released. A machine that ends meanwhile has lost nothing if the snapshot
+// becomes whole, so its end is told by the function that depart returns, once
+// that is known.
+func (n *Node) depart(m *machine) (done func()) {
+	n.mu.Lock()
+	m.leaving = true
+	n.mu.Unlock()
+	return func() {
+		n.mu.Lock()
+		end, held := m.untold, m.wish.Held
+		m.leaving, m.untold = false, nil
+		n.mu.Unlock()
+		if end != nil && !n.complete(held) {
+			n.tellEnd(n.ctx, m.id, *end)
+		}
+	}
 }
 
 func (n *Node) tellEnd(ctx context.Context, id string, end sandbox.End) {

@@ -162,9 +162,13 @@ func TestARestartAdoptsWhatLives(t *testing.T) {
 	req := request(3)
 	r.create(req)
 	r.stop()
+	r.must(r.h.MachineHeld(background, req.Sandbox)) // as after a kill between a bring-up's end and its last word
 	r.start("boot-1")
 	if _, err := r.n.Observe(context.Background(), 0); err != nil {
 		t.Fatal(err)
+	}
+	if r.h.isHeld(req.Sandbox) {
+		t.Error("what lives is still thought to be suspended")
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
 	defer cancel()

@@ -24,6 +24,9 @@ type Follower interface {
 	// MachineHeld tells that the machine was released to be restored later: its
 	// sessions neither end nor are asked for until MachineReady. Idempotent.
 	MachineHeld(ctx context.Context, sandbox string) error
+	// MachineBack tells that a machine runs, which need not have answered yet:
+	// what is asked of its sessions waits for it from now on.
+	MachineBack(sandbox string)
 	// DeleteSandbox removes all that was recorded.
 	DeleteSandbox(ctx context.Context, sandbox string) error
 }

@@ -73,9 +73,12 @@ func (n *Node) recoverOne(ctx context.Context, id string) {
 			log.Info("machine ended while nobody watched", "reason", end.Reason)
 		}
 	}
-	// The release of a machine that is held says what becomes of its sessions.
-	if j.End != nil && !n.complete(m.wish.Held) {
+	switch { // the release of a machine that is held says what becomes of its sessions
+	case n.complete(m.wish.Held):
+	case j.End != nil:
 		n.tellEnd(ctx, id, *j.End)
+	default:
+		n.o.Recorder.MachineBack(id)
 	}
 	n.mu.Lock()
 	n.machines[id] = m

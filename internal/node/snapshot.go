@@ -28,6 +28,9 @@ func (n *Node) SnapshotMachine(ctx context.Context, req sandbox.SnapshotRequest)
 	if err != nil {
 		return sandbox.SnapshotStatus{}, err
 	}
+	if req.Hold {
+		defer n.depart(m)()
+	}
 	st, err := n.take(ctx, m, req)
 	return orZero(st), err
 }

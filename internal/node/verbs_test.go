@@ -231,6 +231,58 @@ func TestAReleaseNeedsWhatItsMachineWasHeldFor(t *testing.T) {
 	}
 }
 
+// TestAnEndUnderTheLastSnapshot has a machine end while the snapshot is taken
+// after which it was to be released: what came of that decides on its sessions.
+func TestAnEndUnderTheLastSnapshot(t *testing.T) {
+	for name, whole := range map[string]bool{"whole": true, "failed": false} {
+		t.Run(name, func(t *testing.T) {
+			r := newRig(t)
+			req := request(1)
+			r.create(req)
+			id := req.Sandbox
+			r.h.start(id)
+			r.d.block, r.d.begun = make(chan struct{}), make(chan struct{})
+			ctx, cancel := context.WithCancel(background)
+			defer cancel()
+			q := snap(id, 2, sandbox.SnapshotMemory)
+			q.Hold = true
+			taken := make(chan error, 1)
+			go func() {
+				_, err := r.n.SnapshotMachine(ctx, q)
+				taken <- err
+			}()
+			<-r.d.begun
+			r.d.machine(id).end(sandbox.EndKilled)
+			for st, _ := r.n.Observe(background, 0); st.Machines[0].End == nil; st, _ = r.n.Observe(background, 0) {
+				time.Sleep(time.Millisecond)
+			}
+			if r.h.Active(id) != 1 {
+				t.Error("its sessions ended before it was known whether the snapshot has them")
+			}
+			if !whole {
+				cancel()
+				if err := <-taken; err == nil {
+					t.Error("a snapshot that was given up succeeded")
+				}
+				if r.h.Active(id) != 0 || r.h.endOf(id).Reason != sandbox.EndKilled {
+					t.Errorf("the end of its sessions was not told: %+v", r.h.endOf(id))
+				}
+				return
+			}
+			close(r.d.block)
+			r.must(<-taken)
+			r.must(r.n.ReleaseMachine(background, id, 2, ended(sandbox.EndSuspended)))
+			if r.h.Active(id) != 1 || !r.h.isHeld(id) {
+				t.Error("its sessions do not wait")
+			}
+			r.create(from(req, 3, q.Snapshot, sandbox.SnapshotMemory, true))
+			if r.h.isHeld(id) {
+				t.Error("they still wait when it is back")
+			}
+		})
+	}
+}
+
 func TestStopAndStartKeepTheDiskOnly(t *testing.T) {
 	r := newRig(t)
 	req := request(1)

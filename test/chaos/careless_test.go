@@ -153,6 +153,7 @@ func (idle) List(context.Context) ([]string, error)                    { return 
 func (idle) MachineReady(context.Context, string) error                { return nil }
 func (idle) MachineEnded(context.Context, string, sandbox.End) error   { return nil }
 func (idle) MachineHeld(context.Context, string) error                 { return nil }
+func (idle) MachineBack(string)                                        {}
 func (idle) DeleteSandbox(context.Context, string) error               { return nil }
 func (idle) Barrier(context.Context, string) error                     { return nil }
 func (idle) Living(context.Context, string) ([]sandbox.Session, error) { return nil, nil }

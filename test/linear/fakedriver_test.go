@@ -389,6 +389,7 @@ func (h *fakeHost) List(context.Context) (ids []string, err error) {
 func (*fakeHost) MachineReady(context.Context, string) error              { return nil }
 func (*fakeHost) MachineEnded(context.Context, string, sandbox.End) error { return nil }
 func (*fakeHost) MachineHeld(context.Context, string) error               { return nil }
+func (*fakeHost) MachineBack(string)                                      {}
 func (*fakeHost) DeleteSandbox(context.Context, string) error             { return nil }
 func (*fakeHost) Barrier(context.Context, string) error                   { return nil }
 func (*fakeHost) Terminate(context.Context, string, time.Duration) error  { return nil }

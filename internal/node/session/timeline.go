@@ -40,6 +40,10 @@ func (m *Manager) MachineHeld(_ context.Context, sandboxID string) error {
 	return errors.Join(errs...)
 }
 
+// MachineBack takes MachineHeld or MachineEnded back before MachineReady is
+// called: what is asked of the sandbox's sessions waits for its guest. Idempotent.
+func (m *Manager) MachineBack(sandboxID string) { m.unhold(sandboxID, nil) }
+
 func (m *Manager) heldFile(sandboxID string) string {
 	return filepath.Join(m.opt.Dir, sandboxID, heldName)
 }

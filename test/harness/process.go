@@ -11,7 +11,8 @@ import (
 	"time"
 )
 
-// Usage is what a host process occupies.
+// Usage is what a host process occupies. FDs leaves out the files of a store:
+// its pool of connections grows with load, and has a bound of its own.
 type Usage struct {
 	FDs, Threads int
 	RSS          int64 // bytes
@@ -20,8 +21,11 @@ type Usage struct {
 // UsageOf reads a process's usage; the zero Usage when it is gone.
 func UsageOf(pid string) Usage {
 	var u Usage
-	fds, _ := os.ReadDir(filepath.Join("/proc", pid, "fd"))
-	u.FDs = len(fds)
+	for _, file := range openFiles(pid) {
+		if !strings.Contains(file, "/cloche.db") {
+			u.FDs++
+		}
+	}
 	status, _ := os.ReadFile(filepath.Join("/proc", pid, "status"))
 	for line := range bytes.Lines(status) {
 		f := strings.Fields(string(line))

@@ -2,7 +2,6 @@ package control
 
 import (
 	"context"
-	"time"
 
 	"cloche.dev/cloche/internal/sandbox"
 )
@@ -96,19 +95,9 @@ func (c *Control) lost(ctx context.Context, w work, failure *sandbox.Error) *san
 // noMachine is the code of the node's error where a verb finds no machine.
 const noMachine = "no_machine"
 
-// withLoss adds to an end what is lost with the machine.
+// withLoss notes of an end whether something is lost with the machine.
 func (c *Control) withLoss(sb sandbox.Sandbox, end sandbox.End) *sandbox.End {
-	if c.durability(sb.Driver) != sandbox.DurabilitySnapshot {
-		return &end
-	}
-	loss := "its disk is lost"
-	if sb.Image != "" && sb.ImageAt != nil {
-		loss = "what its disk was given after " + sb.ImageAt.UTC().Format(time.RFC3339) + " is lost"
-	}
-	if end.Detail != "" {
-		loss = end.Detail + "; " + loss
-	}
-	end.Detail = loss
+	end.Loses = c.durability(sb.Driver) == sandbox.DurabilitySnapshot
 	return &end
 }
 

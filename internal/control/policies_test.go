@@ -183,7 +183,7 @@ func TestCrash(t *testing.T) {
 		time.Sleep(time.Second)
 		w.settled(none.ID, sandbox.StateFailed)
 		w.settled(bare.ID, sandbox.StateFailed)
-		if end := w.mustGet(none.ID).End; end.Reason != sandbox.EndCrashed || !strings.Contains(end.Detail, "is lost") {
+		if end := w.mustGet(none.ID).End; end.Reason != sandbox.EndCrashed || !strings.Contains(end.Told(nil).Detail, "is lost") {
 			t.Errorf("the end does not tell the loss: %+v", end)
 		}
 		got := w.settled(sb.ID, sandbox.StateRunning)

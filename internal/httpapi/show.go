@@ -23,7 +23,8 @@ func (a *API) showSandbox(sb sandbox.Sandbox) api.Sandbox {
 		out.RecoveryPoint = &api.RecoveryPoint{Snapshot: sb.Image, At: at(sb.ImageAt)}
 	}
 	if sb.End != nil {
-		out.End = &api.End{Reason: string(sb.End.Reason), Detail: sb.End.Detail, At: sb.End.At.UTC()}
+		end := sb.End.Told(sb.ImageAt)
+		out.End = &api.End{Reason: string(end.Reason), Detail: end.Detail, At: end.At.UTC()}
 	}
 	return out
 }

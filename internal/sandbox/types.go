@@ -133,6 +133,27 @@ type End struct {
 	Reason EndReason `json:"reason"`
 	Detail string    `json:"detail,omitempty"`
 	At     time.Time `json:"at"`
+	// Loses: with the machine went what its disk was given since the sandbox's
+	// recovery point. That may still move, by a checkpoint that was under way,
+	// so it is put into words only when it is told.
+	Loses bool `json:"loses,omitempty"`
+}
+
+// Told is e as people are told, of a sandbox whose recovery point is of then;
+// nil is none.
+func (e End) Told(then *time.Time) End {
+	if !e.Loses {
+		return e
+	}
+	loss := "its disk is lost"
+	if then != nil {
+		loss = "what its disk was given after " + then.UTC().Format(time.RFC3339) + " is lost"
+	}
+	if e.Detail != "" {
+		loss = e.Detail + "; " + loss
+	}
+	e.Detail, e.Loses = loss, false
+	return e
 }
 
 // OperationState is how far an operation is.

@@ -236,10 +236,14 @@ type stateChange struct {
 
 // moved writes the event of a transition of sb from the state `from`.
 func moved(ctx context.Context, tx *sql.Tx, at time.Time, sb sandbox.Sandbox, from sandbox.State, op string) error {
+	end := sb.End
+	if end != nil {
+		end = new(end.Told(sb.ImageAt))
+	}
 	return insertEvent(ctx, tx, sandbox.Event{
 		Project: sb.Project, At: at, Type: "sandbox.state", Sandbox: sb.ID, Operation: op,
 		Data: []byte(encode(stateChange{
-			From: from, To: sb.State, Generation: sb.Generation, Epoch: sb.Epoch, Image: sb.Image, ImageAt: sb.ImageAt, End: sb.End,
+			From: from, To: sb.State, Generation: sb.Generation, Epoch: sb.Epoch, Image: sb.Image, ImageAt: sb.ImageAt, End: end,
 		})),
 	})
 }

@@ -1,8 +1,9 @@
 // Command cloche is Cloche's one program: the daemon, and the command line for
 // it. `cloche serve` hands its flags to internal/server and holds nothing else;
-// `cloche doctor` prints what internal/doctor found. Every other command speaks
-// to a daemon through the public client, and does nothing that another client
-// could not do.
+// `cloche doctor` prints what internal/doctor found; `cloche firecracker` and
+// `cloche kernel` install on this host what machines are made of. Every other
+// command speaks to a daemon through the public client, and does nothing that
+// another client could not do.
 //
 // Errors become one line, a hint and an exit code here and nowhere else, as
 // docs/cli.md tells them. Whatever a command changed of its surroundings (the
@@ -80,7 +81,7 @@ func newRoot(a *app) *cobra.Command {
 		{"more", "Templates, operations, events, keys, quotas:", []*cobra.Command{
 			newTemplate(a), newOperation(a), newEvents(a), newKey(a), newUsage(a), newQuota(a),
 		}},
-		{"host", "The host:", []*cobra.Command{newServe(a), newService(a), newDrain(a), newBackup(a), newDoctor(a), newVersion(a)}},
+		{"host", "The host:", []*cobra.Command{newServe(a), newService(a), newDrain(a), newBackup(a), newDoctor(a), newFirecracker(a), newKernel(a), newVersion(a)}},
 	}
 	for _, g := range groups {
 		root.AddGroup(&cobra.Group{ID: g.id, Title: g.title})

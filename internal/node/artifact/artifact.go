@@ -3,9 +3,9 @@
 //
 // Invariants: an artifact is addressed by the SHA-256 of its content, lies at
 // DIR/HASH/NAME, and is never overwritten; what is there was complete and
-// durable before it had that name; a file is hashed again only when its device,
-// inode, size or change time differ from what was recorded, since nobody but
-// root can make a file differ without that. The node's wiring unpacks what this
+// durable before it had that name; a file is hashed again only when its stamp
+// (sys.FileStamp) differs from what was recorded, since nobody but root can make
+// a file differ without that. The node's wiring unpacks what this
 // build carries, and drivers are handed paths.
 package artifact
 

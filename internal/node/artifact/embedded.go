@@ -18,6 +18,15 @@ const (
 	GuestName  = "cloche-guest"
 )
 
+// The artifacts that a host's administrator installs: Firecracker's two
+// programs, and a guest kernel's image and modules.
+const (
+	FirecrackerName = "firecracker"
+	JailerName      = "jailer"
+	VmlinuxName     = "vmlinux"
+	ModulesName     = "modules"
+)
+
 //go:embed embedded
 var embedded embed.FS
 

@@ -1,6 +1,7 @@
 // Command cloche-guest is what Cloche puts into every sandbox: the supervisor
 // that is PID 1, and the agent that the supervisor runs. It is embedded into
-// cloche, static, and started by drivers.
+// cloche, static, and started by drivers. In a virtual machine it is /init too,
+// which makes the machine ready for the supervisor.
 package main
 
 import (
@@ -14,6 +15,7 @@ import (
 	"runtime/debug"
 
 	"cloche.dev/cloche/internal/guest/agent"
+	"cloche.dev/cloche/internal/guest/boot"
 	"cloche.dev/cloche/internal/guest/fault"
 	"cloche.dev/cloche/internal/guest/supervisor"
 )
@@ -29,8 +31,11 @@ var build = "devel"
 
 func main() {
 	role := ""
-	if len(os.Args) == 2 {
+	switch {
+	case len(os.Args) == 2:
 		role = os.Args[1]
+	case len(os.Args) == 1 && os.Getpid() == 1:
+		role = "boot"
 	}
 	log := slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelWarn})).With("role", role)
 	if err := run(role, log); err != nil {
@@ -45,6 +50,8 @@ func run(role string, log *slog.Logger) error {
 	debug.SetGCPercent(50)
 	runtime.GOMAXPROCS(1)
 	switch role {
+	case "boot":
+		return boot.Run()
 	case "version":
 		fmt.Println("cloche-guest", build)
 		return nil

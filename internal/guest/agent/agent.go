@@ -14,6 +14,7 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"os"
 	"strconv"
 	"strings"
 	"sync"
@@ -23,6 +24,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"cloche.dev/cloche/internal/guest/fault"
+	"cloche.dev/cloche/internal/guest/vsock"
 	"cloche.dev/cloche/internal/guest/wire"
 	"cloche.dev/cloche/internal/guestapi"
 	"cloche.dev/cloche/internal/guestapi/guestv1"
@@ -43,6 +45,10 @@ const (
 	// answer is given more time than a busy host needs.
 	pingAfter   = 4 * time.Second
 	pingTimeout = 15 * time.Second
+
+	// agentScore is an oom_score_adj that makes the kernel take every other
+	// process first.
+	agentScore = -999
 )
 
 // Config says where the agent stands.
@@ -74,6 +80,7 @@ func Run(ctx context.Context, cfg Config) error {
 	defer cancel()
 	a := &Agent{cfg: cfg, super: newSuper(cfg.Supervisor), mux: http.NewServeMux(), extra: make(chan struct{}, maxExtra), setup: &guestv1.SetupRequest{}}
 	a.mux.Handle(guestv1connect.NewGuestHandler(a, connect.WithReadMaxBytes(maxRequest), connect.WithCompressMinBytes(1<<30), connect.WithInterceptors(rpcErrors{})))
+	a.oomScore(agentScore)
 	defer a.wg.Wait()
 	defer cfg.Supervisor.Close()
 	hungUp := make(chan error, 1)
@@ -103,6 +110,17 @@ func Run(ctx context.Context, cfg Config) error {
 		return fmt.Errorf("the supervisor hung up: %w", err)
 	default:
 		return ctx.Err()
+	}
+}
+
+// oomScore says, in a virtual machine, how gladly the agent is killed when
+// memory runs out. A gVisor machine's processes are told from outside.
+func (a *Agent) oomScore(adj int) {
+	if !strings.HasPrefix(a.cfg.Dial, "vsock:") {
+		return
+	}
+	if err := os.WriteFile("/proc/self/oom_score_adj", []byte(strconv.Itoa(adj)), 0o644); err != nil {
+		a.cfg.Log.Warn("the agent's oom_score_adj can't be set", "error", err)
 	}
 }
 
@@ -197,7 +215,7 @@ func dial(ctx context.Context, address string) (net.Conn, error) {
 		if err := errors.Join(err1, err2); err != nil {
 			return nil, err
 		}
-		return dialVsock(ctx, uint32(c), uint32(p))
+		return vsock.Dial(ctx, uint32(c), uint32(p))
 	}
 	return nil, fmt.Errorf("can't dial %q", address)
 }

@@ -3,12 +3,9 @@ package agent
 import (
 	"context"
 	"net"
-	"os"
 	"sync"
-	"time"
 
 	"connectrpc.com/connect"
-	"golang.org/x/sys/unix"
 
 	"cloche.dev/cloche/internal/guestapi"
 )
@@ -57,45 +54,6 @@ func (c *oneConn) Close() error {
 	_ = c.l.Close()
 	return c.Conn.Close()
 }
-
-// dialVsock dials the host of a virtual machine. The net package knows no
-// vsock, so the connection is a file.
-func dialVsock(ctx context.Context, cid, port uint32) (net.Conn, error) {
-	fd, err := unix.Socket(unix.AF_VSOCK, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
-	if err != nil {
-		return nil, os.NewSyscallError("socket", err)
-	}
-	if d, ok := ctx.Deadline(); ok {
-		tv := unix.NsecToTimeval(max(time.Until(d), time.Millisecond).Nanoseconds())
-		_ = unix.SetsockoptTimeval(fd, unix.AF_VSOCK, unix.SO_VM_SOCKETS_CONNECT_TIMEOUT, &tv) // else the kernel's own
-	}
-	if err := unix.Connect(fd, &unix.SockaddrVM{CID: cid, Port: port}); err != nil {
-		_ = unix.Close(fd)
-		return nil, os.NewSyscallError("connect", err)
-	}
-	if err := unix.SetNonblock(fd, true); err != nil {
-		_ = unix.Close(fd)
-		return nil, os.NewSyscallError("fcntl", err)
-	}
-	return &fileConn{File: os.NewFile(uintptr(fd), "vsock"), addr: vsockAddr{}}, nil
-}
-
-// fileConn is a connection whose file the runtime's poller serves.
-type fileConn struct {
-	*os.File
-	addr net.Addr
-}
-
-// LocalAddr implements net.Conn.
-func (c *fileConn) LocalAddr() net.Addr { return c.addr }
-
-// RemoteAddr implements net.Conn.
-func (c *fileConn) RemoteAddr() net.Addr { return c.addr }
-
-type vsockAddr struct{}
-
-func (vsockAddr) Network() string { return "vsock" }
-func (vsockAddr) String() string  { return "vsock" }
 
 // rpcErrors turns the errors of handlers into RPC errors with our codes.
 type rpcErrors struct{}

@@ -123,7 +123,12 @@ func (a *Agent) runHook(all context.Context, m *guestv1.SetupRequest, name strin
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
 	cmd.Cancel = func() error { return unix.Kill(-cmd.Process.Pid, unix.SIGKILL) }
 	cmd.WaitDelay = hookPipeDelay
-	err := cmd.Run()
+	a.oomScore(0) // it is a user's process, and would have the agent's
+	err := cmd.Start()
+	a.oomScore(agentScore)
+	if err == nil {
+		err = cmd.Wait()
+	}
 	var exit *exec.ExitError
 	switch {
 	case ctx.Err() != nil && err != nil && !errors.Is(err, exec.ErrWaitDelay):

@@ -25,4 +25,5 @@ const (
 	OrphanWait     = "orphan_wait"      // the exit waits until orphans close stdout
 	HelloUnproven  = "hello_unproven"   // the agent never sends its proof
 	AgentOnce      = "agent_once"       // an ended agent is not started again
+	SupervisorEnds = "supervisor_ends"  // PID 1 ends half a second after its start
 )

@@ -64,6 +64,11 @@ func Run(ctx context.Context, cfg Config) error {
 	s := &Supervisor{cfg: cfg, arena: a, sessions: map[string]*session{}, children: map[int]func(syscall.WaitStatus){}}
 	catchSignals()
 	go s.reap()
+	if fault.Is(fault.SupervisorEnds) {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithTimeout(ctx, 500*time.Millisecond)
+		defer cancel()
+	}
 	s.keepAgent(ctx)
 	return ctx.Err()
 }

@@ -110,6 +110,9 @@ type Group struct {
 	path string
 }
 
+// Version is the version of cgroups that the group is in, 1 or 2.
+func (g Group) Version() int { return g.tree.Version() }
+
 // Path is the group's path below the root of each hierarchy.
 func (g Group) Path() string { return g.path }
 

@@ -12,6 +12,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"cloche.dev/cloche/internal/sys"
 )
 
 // fake builds a tree from files, for either version.
@@ -232,5 +234,59 @@ func TestHost(t *testing.T) {
 	}
 	if err := g.Remove(ctx); err != nil {
 		t.Errorf("Remove of nothing: %v", err)
+	}
+}
+
+func TestSetCPU(t *testing.T) {
+	v1 := fake(t, false, map[string]string{"cpu/a/cpu.cfs_period_us": "1\n", "cpu/a/cpu.cfs_quota_us": "-1\n", "cpuacct/cgroup.procs": ""})
+	v2 := fake(t, true, map[string]string{"a/cpu.max": "max 100000\n"})
+	for tree, want := range map[*Tree]map[string]string{
+		v1: {"cpu/a/cpu.cfs_period_us": "100000", "cpu/a/cpu.cfs_quota_us": "25000"},
+		v2: {"a/cpu.max": "25000 100000"},
+	} {
+		if err := tree.Group("a").SetCPU(250); err != nil {
+			t.Errorf("v%d: %v", tree.Version(), err)
+		}
+		for name, content := range want {
+			if got, err := os.ReadFile(filepath.Join(tree.root, name)); err != nil || string(got) != content {
+				t.Errorf("v%d: %s is %q, %v", tree.Version(), name, got, err)
+			}
+		}
+	}
+	if err := v1.Group("none").SetCPU(250); err == nil {
+		t.Error("the share of a group that is not there was set")
+	}
+}
+
+// TestCountCPU has a process counted, and one that has ended by then: its number
+// is put back, since it may be another's.
+func TestCountCPU(t *testing.T) {
+	self, err := sys.FindProcess(os.Getpid())
+	if err != nil {
+		t.Fatal(err)
+	}
+	tree := fake(t, false, map[string]string{"cpuacct/cgroup.procs": ""})
+	procs := func(name string) string {
+		data, err := os.ReadFile(filepath.Join(tree.root, "cpuacct", name, "cgroup.procs"))
+		if err != nil {
+			t.Error(err)
+		}
+		return string(data)
+	}
+	if err := os.MkdirAll(filepath.Join(tree.root, "cpuacct/a"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(tree.root, "cpuacct/a/cgroup.procs"), nil, 0o644); err != nil {
+		t.Fatal(err)
+	}
+	if err := tree.Group("a").CountCPU(self); err != nil || procs("a") != strconv.Itoa(self.PID) || procs("") != "" {
+		t.Errorf("a living process: %v, %q, %q", err, procs("a"), procs(""))
+	}
+	self.Start++ // another one, which has had the same number
+	if err := tree.Group("a").CountCPU(self); !errors.Is(err, os.ErrProcessDone) || procs("") != strconv.Itoa(self.PID) {
+		t.Errorf("one that has ended: %v, %q", err, procs(""))
+	}
+	if err := fake(t, true, nil).Group("a").CountCPU(self); err != nil {
+		t.Errorf("in v2: %v", err)
 	}
 }

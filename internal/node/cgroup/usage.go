@@ -9,6 +9,8 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	"cloche.dev/cloche/internal/sys"
 )
 
 // Usage is what a group uses.
@@ -96,4 +98,43 @@ func (g Group) SetMemoryLimit(bytes int64) error {
 		name = "memory.max"
 	}
 	return os.WriteFile(g.file("memory", name), []byte(strconv.FormatInt(bytes, 10)), 0)
+}
+
+// cpuPeriod is the time, in microseconds, in which a share of the CPU is
+// counted.
+const cpuPeriod = 100_000
+
+// SetCPU changes how much CPU the group may use, in thousandths of a core.
+func (g Group) SetCPU(milli int) error {
+	quota := strconv.Itoa(milli * cpuPeriod / 1000)
+	if g.tree.v2 {
+		return os.WriteFile(g.file("", "cpu.max"), []byte(quota+" "+strconv.Itoa(cpuPeriod)), 0)
+	}
+	if err := os.WriteFile(g.file("cpu", "cpu.cfs_period_us"), []byte(strconv.Itoa(cpuPeriod)), 0); err != nil {
+		return err
+	}
+	return os.WriteFile(g.file("cpu", "cpu.cfs_quota_us"), []byte(quota), 0)
+}
+
+// CountCPU has what a process uses from now on counted by Usage. In v2 that is
+// so for what is in the group at all; in v1 the CPU is counted in a hierarchy
+// that has no limits, so that whoever only sets limits leaves it out.
+func (g Group) CountCPU(p sys.Process) error {
+	if g.tree.v2 {
+		return nil
+	}
+	dir := filepath.Join(g.tree.root, "cpuacct", g.path)
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return err
+	}
+	pid := []byte(strconv.Itoa(p.PID))
+	if err := os.WriteFile(filepath.Join(dir, "cgroup.procs"), pid, 0); err != nil {
+		return err
+	}
+	if p.Exists() {
+		return nil
+	}
+	// It ended meanwhile, and its number may be another process's by now.
+	_ = os.WriteFile(filepath.Join(g.tree.root, "cpuacct", "cgroup.procs"), pid, 0)
+	return fmt.Errorf("count the CPU of process %d: %w", p.PID, os.ErrProcessDone)
 }

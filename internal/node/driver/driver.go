@@ -73,6 +73,22 @@ type Restorer interface {
 	Restore(ctx context.Context, spec Spec, image Image) (Machine, error)
 }
 
+// Salvager is the part of a Driver whose machines' disks outlive them
+// (Durability "crash"); other drivers don't have it.
+type Salvager interface {
+	// Halt ends what still lives of a machine, as Discard does, and keeps its
+	// disk. It succeeds where nothing does.
+	Halt(ctx context.Context, id string) error
+
+	// Salvage writes what is left of the disk of a machine that has ended into
+	// dir, as Snapshot writes a disk image: with all that the guest had synced.
+	// It works after a restart of the host, too, and leaves what the machine left
+	// as it is, so that it can be tried again; where it can, it makes a hard link
+	// of the disk, which nobody writes to any more. The caller has halted the
+	// machine. The error is not_found where there is no disk of this id.
+	Salvage(ctx context.Context, id, dir string) (Image, error)
+}
+
 // Machine is one machine that was created, restored or adopted.
 type Machine interface {
 	Living

@@ -1,6 +1,7 @@
 package drivertest
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -8,7 +9,6 @@ import (
 	"slices"
 	"strings"
 	"sync"
-	"syscall"
 	"time"
 
 	"cloche.dev/cloche/internal/guestapi"
@@ -20,6 +20,12 @@ import (
 
 // patience bounds every wait for something that ought to happen soon.
 const patience = 10 * time.Second
+
+// slowly is d at the pace of this harness.
+func (h Harness) slowly(d time.Duration) time.Duration { return d * time.Duration(max(1, h.Pace)) }
+
+// patience is the constant at the pace of the harness.
+func (b *bench) patience() time.Duration { return b.h.slowly(patience) }
 
 // bench is one clause at work.
 type bench struct {
@@ -72,7 +78,7 @@ func (b *bench) closeAll() {
 
 // clean removes the clause's machines with the unbroken driver.
 func (b *bench) clean() error {
-	ctx, cancel := context.WithTimeout(context.Background(), clauseTimeout)
+	ctx, cancel := context.WithTimeout(context.Background(), b.h.slowly(clauseTimeout))
 	defer cancel()
 	b.ctx = ctx
 	var errs []error
@@ -114,7 +120,7 @@ func (b *bench) leftovers(id string) ([]string, error) {
 
 // eventually tries until ok, and tells whether it came to that in time.
 func (b *bench) eventually(within time.Duration, ok func() bool) bool {
-	for deadline := time.Now().Add(within); ; time.Sleep(5 * time.Millisecond) {
+	for deadline := time.Now().Add(b.h.slowly(within)); ; time.Sleep(5 * time.Millisecond) {
 		if ok() {
 			return true
 		}
@@ -196,7 +202,7 @@ func (b *bench) boxOf(m driver.Machine, setup *guestv1.SetupRequest) (*box, erro
 // connect makes the link and waits for the guest.
 func (x *box) connect(welcomed bool, setup *guestv1.SetupRequest) error {
 	x.makeLink(welcomed, setup)
-	ctx, cancel := x.b.within(patience)
+	ctx, cancel := x.b.within(x.b.patience())
 	defer cancel()
 	return x.link.Ready(ctx)
 }
@@ -230,9 +236,13 @@ func (b *bench) pids(id string) []int {
 	return pids
 }
 
-// anyAlive tells whether one of pids runs.
+// anyAlive tells whether one of pids runs. One that has ended and waits to be
+// reaped does not: that is its parent's business, which may be the host's init.
 func anyAlive(pids []int) bool {
-	return slices.ContainsFunc(pids, func(pid int) bool { return syscall.Kill(pid, 0) == nil })
+	return slices.ContainsFunc(pids, func(pid int) bool {
+		stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+		return err == nil && !bytes.Contains(stat, []byte(") Z "))
+	})
 }
 
 // ended waits for a machine's end.
@@ -240,7 +250,7 @@ func (b *bench) ended(m driver.Machine) sandbox.End {
 	b.Helper()
 	select {
 	case <-m.Exited():
-	case <-time.After(patience):
+	case <-time.After(b.patience()):
 		b.Fatalf("Exited is not closed")
 	}
 	return m.End()
@@ -260,7 +270,7 @@ func (b *bench) alive(m driver.Machine) {
 
 func (b *bench) kill(m driver.Machine) {
 	b.Helper()
-	ctx, cancel := b.within(patience)
+	ctx, cancel := b.within(b.patience())
 	defer cancel()
 	if err := m.Kill(ctx); err != nil {
 		b.Fatalf("kill: %v", err)
@@ -269,7 +279,7 @@ func (b *bench) kill(m driver.Machine) {
 
 func (b *bench) discard(id string) {
 	b.Helper()
-	ctx, cancel := b.within(patience)
+	ctx, cancel := b.within(b.patience())
 	defer cancel()
 	if err := b.d.Discard(ctx, id); err != nil {
 		b.Fatalf("discard: %v", err)

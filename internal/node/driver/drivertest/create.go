@@ -22,7 +22,7 @@ var lifeClauses = []Clause{
 	}},
 	{"probe", "Probe runs a part of a machine for real, says what it proved, and leaves nothing.", func(b *bench) {
 		before := b.list()
-		ctx, cancel := b.within(30 * time.Second)
+		ctx, cancel := b.within(b.h.slowly(30 * time.Second))
 		defer cancel()
 		c := b.d.Probe(ctx)
 		if !c.OK || c.Reason == "" || len(c.Checks) == 0 {
@@ -40,7 +40,7 @@ var lifeClauses = []Clause{
 		if c.OK || c.Reason == "" {
 			b.Errorf("Probe in a millisecond = %+v", c)
 		}
-		if took := time.Since(started); took > 5*time.Second {
+		if took := time.Since(started); took > b.h.slowly(5*time.Second) {
 			b.Errorf("it took %v", took)
 		}
 	}},
@@ -59,7 +59,7 @@ var lifeClauses = []Clause{
 		if err != nil {
 			b.Fatalf("Guest = %v", err)
 		}
-		stop := time.AfterFunc(patience, func() { _ = l.Close() })
+		stop := time.AfterFunc(b.patience(), func() { _ = l.Close() })
 		defer stop.Stop()
 		conn, err := l.Accept()
 		if err != nil {
@@ -85,7 +85,7 @@ func helloProof(b *bench) {
 	if err != nil {
 		b.Fatalf("Guest = %v", err)
 	}
-	stop := time.AfterFunc(patience, func() { _ = l.Close() })
+	stop := time.AfterFunc(b.patience(), func() { _ = l.Close() })
 	defer stop.Stop()
 	key := guestapi.NewKey()
 	for i := range 3 {
@@ -93,7 +93,7 @@ func helloProof(b *bench) {
 		if err != nil {
 			b.Fatalf("hello %d: nobody dialled: %v", i, err)
 		}
-		_ = conn.SetDeadline(time.Now().Add(patience))
+		_ = conn.SetDeadline(time.Now().Add(b.patience()))
 		nonce, err := guestapi.Challenge(conn)
 		if err != nil {
 			b.Fatalf("hello %d: %v", i, err)
@@ -269,7 +269,7 @@ var createClauses = []Clause{
 func refused(b *bench, word string, change func(*driver.Spec)) {
 	b.Helper()
 	s := b.spec(change)
-	ctx, cancel := b.within(patience)
+	ctx, cancel := b.within(b.patience())
 	defer cancel()
 	_, err := b.d.Create(ctx, s)
 	if err == nil || ctx.Err() != nil || !strings.Contains(err.Error(), word) || len(err.Error()) < 20 {

@@ -8,8 +8,8 @@
 // worth nothing until something fails it, so Faults lists drivers and guests
 // that are broken on purpose, each with the clause that must notice.
 //
-// The drivers' tests call Run and RunFaults. They need root, mkfs.erofs and the
-// go command.
+// The drivers' tests call Run, RunFaults and RunBroken. They need root, and for
+// Prepare mkfs.erofs and the go command; Prebuilt needs neither.
 package drivertest
 
 import (
@@ -54,6 +54,20 @@ type Harness struct {
 	// mounts, control groups, files.
 	Leftovers func(id string) ([]string, error)
 
+	// What differs between ways of isolation, or hosts, and the contract does not
+	// rule. The zero values are gVisor's.
+
+	// Pace is how many times longer than on an ordinary host things may take; 0
+	// is 1. Virtual machines under emulation need it.
+	Pace int
+	// Mortal changes a spec so that its guest's PID 1 ends by itself, soon after
+	// it was started. nil: the suite's own program stands in for the guest, which
+	// where the guest also boots the machine it can't.
+	Mortal func(*driver.Spec)
+	// Damage breaks an image whose files are in dir. nil: it halves what is of
+	// middling size, which is there where an image is a few files of that.
+	Damage func(dir string) error
+
 	wrap       func(driver.Driver) driver.Driver // breaks it
 	supervisor map[string]string
 }
@@ -96,7 +110,7 @@ func Run(t *testing.T, h Harness) {
 
 // check tests one clause. Its error is about what the clause left behind.
 func check(t TB, h Harness, c Clause) (err error) {
-	ctx, cancel := context.WithTimeout(context.Background(), clauseTimeout)
+	ctx, cancel := context.WithTimeout(context.Background(), h.slowly(clauseTimeout))
 	defer cancel()
 	b := &bench{TB: t, h: h, ctx: ctx}
 	defer func() { err = b.clean() }()

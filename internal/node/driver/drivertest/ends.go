@@ -56,7 +56,11 @@ var endClauses = []Clause{
 		b.want("its file", x.user("cat", "/etc/mark"), "from the image")
 	}},
 	{"exit-of-pid-1", "When the guest's PID 1 ends, so does the machine, with the reason exited.", func(b *bench) {
-		m := b.bare(func(s *driver.Spec) { s.Guest = b.h.Files.inside })
+		mortal := b.h.Mortal
+		if mortal == nil {
+			mortal = func(s *driver.Spec) { s.Guest = b.h.Files.inside }
+		}
+		m := b.bare(mortal)
 		if end := b.ended(m); end.Reason != sandbox.EndExited {
 			b.Errorf("End() = %+v", end)
 		}

@@ -71,19 +71,36 @@ func RunFaults(t *testing.T, h Harness) {
 			if !ok {
 				t.Fatalf("there is no clause %q", f.Clause)
 			}
-			for _, broken := range []bool{false, true} {
-				failures, left := verdict(h.with(f, broken), c)
-				if left != nil {
-					t.Errorf("broken: %v: what it left: %v", broken, left)
-				}
-				if broken != (len(failures) > 0) {
-					t.Errorf("broken: %v: the clause %q says %q", broken, f.Clause, failures)
-				}
-				if broken && len(failures) > 0 {
-					t.Logf("caught by %q: %.200s", f.Clause, failures[0])
-				}
-			}
+			contrast(t, c, h.with(f, false), h.with(f, true))
 		})
+	}
+}
+
+// RunBroken proves that a clause, by name, holds for one harness and fails for
+// another, whose driver is broken in a way that only its own tests can break it.
+func RunBroken(t *testing.T, sound, broken Harness, clause string) {
+	t.Helper()
+	c, ok := find(clause)
+	if !ok {
+		t.Fatalf("there is no clause %q", clause)
+	}
+	contrast(t, c, sound, broken)
+}
+
+func contrast(t *testing.T, c Clause, sound, broken Harness) {
+	t.Helper()
+	for i, h := range []Harness{sound, broken} {
+		isBroken := i == 1
+		failures, left := verdict(h, c)
+		if left != nil {
+			t.Errorf("broken: %v: what it left: %v", isBroken, left)
+		}
+		if isBroken != (len(failures) > 0) {
+			t.Errorf("broken: %v: the clause %q says %q", isBroken, c.Name, failures)
+		}
+		if isBroken && len(failures) > 0 {
+			t.Logf("caught by %q: %.200s", c.Name, failures[0])
+		}
 	}
 }
 

@@ -21,6 +21,25 @@ type Files struct {
 	tree   string // the directory that the image was made of
 }
 
+// Prebuilt are files that were made elsewhere, on a host that has what Prepare
+// needs: in dir are guest, guest-faults, image.erofs and inside, the image's
+// program. What the image was made of is planted in dir anew.
+func Prebuilt(dir string) (Files, error) {
+	f := Files{
+		Guest: filepath.Join(dir, "guest"), Broken: filepath.Join(dir, "guest-faults"), Image: filepath.Join(dir, "image.erofs"),
+		inside: filepath.Join(dir, "inside"), tree: filepath.Join(dir, "tree"),
+	}
+	for _, path := range []string{f.Guest, f.Broken, f.Image, f.inside} {
+		if _, err := os.Stat(path); err != nil {
+			return f, fmt.Errorf("%w: %w", ErrMissing, err)
+		}
+	}
+	if _, err := os.Stat(f.tree); err == nil {
+		return f, nil
+	}
+	return f, f.plant()
+}
+
 const module = "cloche.dev/cloche/"
 
 // insidePath is where the image has its program.

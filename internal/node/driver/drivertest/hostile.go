@@ -45,7 +45,7 @@ var hostileClauses = []Clause{
 			}
 			rounds++
 		}
-		if slowest > 5*time.Second {
+		if slowest > b.h.slowly(5*time.Second) {
 			b.Errorf("a command took %v", slowest)
 		}
 		x.follow(session, r, nil)

@@ -1,6 +1,7 @@
 package drivertest
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -237,16 +238,12 @@ var memoryClauses = []Clause{
 	{"restore-damaged", "A damaged image is refused or its machine ends, and nothing is left.", func(b *bench) {
 		x := b.box()
 		image := x.snapshot(sandbox.SnapshotMemory)
-		files, err := filepath.Glob(filepath.Join(image.Dir, "*"))
-		if err != nil || len(files) == 0 {
-			b.Fatalf("the image has no files: %v", err)
+		damage := b.h.Damage
+		if damage == nil {
+			damage = halve
 		}
-		for _, f := range files {
-			if st, err := os.Stat(f); err == nil && st.Size() > 100_000 && st.Size() < 20<<20 {
-				if err := os.Truncate(f, st.Size()/2); err != nil {
-					b.Fatalf("%v", err)
-				}
-			}
+		if err := damage(image.Dir); err != nil {
+			b.Fatalf("damage the image: %v", err)
 		}
 		y, err := x.tryRestore(image, nil)
 		if err == nil {
@@ -277,6 +274,17 @@ var memoryClauses = []Clause{
 			}
 		}
 	}},
+}
+
+// halve damages an image.
+func halve(dir string) error {
+	files, err := filepath.Glob(filepath.Join(dir, "*"))
+	for _, f := range files {
+		if st, serr := os.Stat(f); serr == nil && st.Size() > 100_000 && st.Size() < 20<<20 {
+			err = errors.Join(err, os.Truncate(f, st.Size()/2))
+		}
+	}
+	return err
 }
 
 func restoreGoesOn(b *bench) {

@@ -74,8 +74,8 @@ var processClauses = []Clause{
 	{"timeout", "A command that takes longer than it may is ended, and told so.", func(b *bench) {
 		m := as("user", "sleep", "8")
 		m.TimeoutMs = 300
-		started := time.Now()
-		if e := b.box().do(m).exit; e.GetReason() != "timeout" || time.Since(started) > 6*time.Second {
+		x, started := b.box(), time.Now()
+		if e := x.do(m).exit; e.GetReason() != "timeout" || time.Since(started) > 6*time.Second {
 			b.Errorf("after %v: %v", time.Since(started), e)
 		}
 	}},
@@ -105,8 +105,8 @@ var processClauses = []Clause{
 		}
 	}},
 	{"orphans-dont-delay", "The exit is told when the main process ends, though a child of it holds stdout.", func(b *bench) {
-		started := time.Now()
-		if e := b.box().do(as("user", "detach")).exit; e.GetCode() != 0 || time.Since(started) > 6*time.Second {
+		x, started := b.box(), time.Now()
+		if e := x.do(as("user", "detach")).exit; e.GetCode() != 0 || time.Since(started) > 6*time.Second {
 			b.Errorf("after %v: %v", time.Since(started), e)
 		}
 	}},

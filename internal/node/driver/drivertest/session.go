@@ -33,7 +33,7 @@ func (x *box) client() guestv1connect.GuestClient {
 func (x *box) start(m *guestv1.StartRequest) string {
 	x.b.Helper()
 	m.Session = sandbox.NewID(sandbox.KindSession)
-	ctx, cancel := x.b.within(patience)
+	ctx, cancel := x.b.within(x.b.patience())
 	defer cancel()
 	if _, err := x.client().Start(ctx, connect.NewRequest(m)); err != nil {
 		x.b.Fatalf("start %v: %v", m.GetArgs(), err)
@@ -84,7 +84,7 @@ func (x *box) background(m *guestv1.StartRequest, word string) (session string, 
 // connections as it takes, acknowledging as it goes.
 func (x *box) follow(session string, r *result, enough func() bool) {
 	x.b.Helper()
-	ctx, cancel := x.b.within(sessionTimeout)
+	ctx, cancel := x.b.within(x.b.h.slowly(sessionTimeout))
 	defer cancel()
 	exited := x.m.Exited()
 	go func() { // ends with ctx, if not before
@@ -109,7 +109,7 @@ func (x *box) follow(session string, r *result, enough func() bool) {
 // reach waits for the agent.
 func (x *box) reach(ctx context.Context) guestv1connect.GuestClient {
 	x.b.Helper()
-	ctx, cancel := context.WithTimeout(ctx, patience)
+	ctx, cancel := context.WithTimeout(ctx, x.b.patience())
 	defer cancel()
 	c, err := x.link.Client(ctx)
 	if err != nil {
@@ -160,7 +160,7 @@ func (errOffset) Error() string { return "an event has the wrong offset" }
 // feed gives a session its whole stdin.
 func (x *box) feed(session string, data []byte) {
 	x.b.Helper()
-	ctx, cancel := x.b.within(sessionTimeout)
+	ctx, cancel := x.b.within(x.b.h.slowly(sessionTimeout))
 	defer cancel()
 	c, offset := x.client(), uint64(0)
 	for closed := false; !closed; {

@@ -42,7 +42,9 @@ func prepare(t *testing.T) {
 	}
 	conformance.once.Do(func() {
 		dir := filepath.Join(built.dir, "conformance")
-		if conformance.err = os.Mkdir(dir, 0o700); conformance.err == nil {
+		if prebuilt != "" {
+			conformance.files, conformance.err = drivertest.Prebuilt(prebuilt)
+		} else if conformance.err = os.Mkdir(dir, 0o700); conformance.err == nil {
 			conformance.files, conformance.err = drivertest.Prepare(dir)
 		}
 	})
@@ -76,9 +78,13 @@ func newHarness(t *testing.T) drivertest.Harness {
 		StateDir: filepath.Join(dir, "state"), RunDir: filepath.Join(dir, "run"), Engine: built.engine,
 		Guest: conformance.files.Guest, Networks: nets, Log: slog.New(slog.DiscardHandler),
 	}
+	pace := 1
+	if prebuilt != "" {
+		pace = 10 // its processor is emulated
+	}
 	var current *Driver
 	return drivertest.Harness{
-		Name: "gvisor", Files: conformance.files, Networks: nets,
+		Name: "gvisor", Files: conformance.files, Networks: nets, Pace: pace,
 		Open: func() (driver.Driver, func(context.Context) error, error) {
 			d, err := New(o)
 			if err != nil {

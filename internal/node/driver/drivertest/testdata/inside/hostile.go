@@ -46,7 +46,7 @@ func anon(a []string) {
 func hold(a []string) {
 	take(number(a[0]))
 	fmt.Println("ready")
-	time.Sleep(time.Minute)
+	time.Sleep(10 * time.Minute) // longer than any clause, on a slow host too
 }
 
 // fill writes a file until it has the size or there is no room, and says which.

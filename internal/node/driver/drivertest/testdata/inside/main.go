@@ -25,8 +25,8 @@ import (
 var commands = map[string]func(args []string){
 	"supervisor": func([]string) { time.Sleep(500 * time.Millisecond); os.Exit(7) },
 	"cat":        func(a []string) { b, err := os.ReadFile(a[0]); check(err); out(b) },
-	"write":      func(a []string) { check(os.WriteFile(a[0], []byte(a[1]), 0o644)) },
-	"rm":         func(a []string) { check(os.Remove(a[0])) },
+	"write":      write,
+	"rm":         func(a []string) { check(os.Remove(a[0])); syncDir(a[0]) },
 	"exit":       func(a []string) { os.Exit(number(a[0])) },
 	"die": func(a []string) {
 		check(syscall.Kill(os.Getpid(), syscall.Signal(number(a[0]))))
@@ -80,6 +80,26 @@ func main() {
 		os.Exit(2)
 	}
 	commands[os.Args[1]](os.Args[2:])
+}
+
+// write writes a file so that it is on the disk, as whoever counts on a disk
+// image does.
+func write(a []string) {
+	f, err := os.OpenFile(a[0], os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o644)
+	check(err)
+	_, err = f.WriteString(a[1])
+	check(err)
+	check(f.Sync())
+	check(f.Close())
+	syncDir(a[0])
+}
+
+// syncDir makes the names beside a file durable. Not every filesystem can.
+func syncDir(file string) {
+	if d, err := os.Open(filepath.Dir(file)); err == nil {
+		_ = d.Sync()
+		_ = d.Close()
+	}
 }
 
 func number(s string) int {

@@ -465,8 +465,13 @@ type CreateKeyRequest struct {
 	Role    Role      `json:"role"`
 }
 
-// CreateSandboxRequest It names a template or a snapshot, not both. With a snapshot it names no resources, since it has those of the snapshot
+// CreateSandboxRequest It names a template or a snapshot, not both. With a snapshot it names neither driver nor resources, since it has those of the snapshot
 type CreateSandboxRequest struct {
+	// Driver What its machines run on; without it the host's default
+	//
+	// Example: firecracker
+	Driver string `json:"driver,omitempty,omitzero"`
+
 	// Env Names are letters, digits and any of `_.-`, do not begin with a digit and are at most 256 bytes; 128 KiB in all
 	Env Env `json:"env,omitempty,omitzero"`
 
@@ -1349,7 +1354,7 @@ type Version struct {
 	// Api Example: v1
 	Api string `json:"api"`
 
-	// Driver The driver of new sandboxes
+	// Driver The driver of sandboxes that are created now and name none; it may change while the daemon runs
 	Driver  string `json:"driver,omitempty,omitzero"`
 	Version string `json:"version"`
 }

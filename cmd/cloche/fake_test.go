@@ -134,7 +134,7 @@ func (f *fake) create(w http.ResponseWriter, r *http.Request) {
 	defer f.mu.Unlock()
 	s := api.Sandbox{
 		Id: fmt.Sprintf("sbx_%c%s", 'b'+len(f.sandboxes), idTail), Template: req.Template, Digest: "sha256:" + strings.Repeat("0", 64),
-		State: api.SandboxRunning, Source: req.Snapshot, Policy: policyOf(req.Policy), Labels: req.Labels, Env: req.Env, CreatedAt: time.Now(),
+		State: api.SandboxRunning, Source: req.Snapshot, Driver: req.Driver, Policy: policyOf(req.Policy), Labels: req.Labels, Env: req.Env, CreatedAt: time.Now(),
 		Resources: api.Resources{MilliCpu: max(2000, req.Resources.MilliCpu), MemoryMib: max(1024, req.Resources.MemoryMib), DiskMib: 8192},
 	}
 	f.sandboxes = append(f.sandboxes, s)

@@ -40,6 +40,9 @@ func (f *serveFlags) register(fs *pflag.FlagSet) {
 	fs.Float64Var(&f.MemoryOvercommit, "memory-overcommit", 4, "how often the host's memory may be lent to sandboxes that have a machine; 0 is no bound")
 	fs.Float64Var(&f.CPUOvercommit, "cpu-overcommit", 0, "how often each core may be lent; 0 is no bound")
 	fs.Int64Var(&f.DiskFloorMiB, "disk-floor", 1024, "`MIB` of the state directory's disk below which nothing new is begun that needs room")
+	fs.StringVar(&f.Driver, "driver", server.DriverAuto, "what sandboxes run on that name no driver: firecracker (start fails where it doesn't work), gvisor, or auto for firecracker where a probe has proven it")
+	fs.StringVar(&f.AllowFirecracker, "allow-vulnerable", "", "let this `RELEASE` of Firecracker pass although its jailer is known to have a hole; for tests only")
+	_ = fs.MarkHidden("allow-vulnerable") // it exists
 	fs.StringVar(&f.level, "log-level", "info", "debug, info, warn or error")
 	fs.StringVar(&f.format, "log-format", "", "text or json (default text on a terminal, else json)")
 }
@@ -59,6 +62,9 @@ func (f *serveFlags) settle(a *app) error {
 		f.Log = slog.New(slog.NewJSONHandler(a.err, o))
 	default:
 		return usage("--log-format must be text or json, not %q", f.format)
+	}
+	if err := server.CheckDriver(f.Driver); err != nil {
+		return domain(err)
 	}
 	f.StateDir, f.Version = a.stateDir, version
 	for _, path := range []*string{&f.StateDir, &f.RunDir, &f.TLSCert, &f.TLSKey} {
@@ -114,13 +120,13 @@ func domain(err error) error {
 func isTerminal(f *os.File) bool { return term.IsTerminal(int(f.Fd())) }
 
 // doctorWait bounds all checks together.
-const doctorWait = 2 * time.Minute
+const doctorWait = 3 * time.Minute
 
 func newDoctor(a *app) *cobra.Command {
 	return &cobra.Command{
 		Use:   "doctor",
 		Short: "Say what this machine can and can't do, why, and how to mend it",
-		Long: `Look at this machine and try what only a trial proves: that a machine starts, and that /dev/kvm runs code. It needs
+		Long: `Look at this machine and try what only a trial proves: that machines start, and that /dev/kvm runs code. It needs
 no daemon. The exit code is 0 when sandboxes can run here, else 3.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -136,7 +142,7 @@ no daemon. The exit code is 0 when sandboxes can run here, else 3.`,
 				Began: func(name string) { p.set("looking at this machine: " + name) },
 			}
 			if os.Geteuid() == 0 {
-				o.Probe = server.Probe
+				o.Probe, o.Firecracker = server.Probe, server.ProbeFirecracker(dir)
 			}
 			if self := executable(); self != nil {
 				o.KVM = append(self, kvmProbe)

@@ -128,7 +128,7 @@ func (s *service) unit(f *serveFlags, flags *pflag.FlagSet, drain time.Duration)
 		u.serve = append(u.serve, "--insecure")
 	}
 	for _, set := range []struct{ name, value string }{
-		{"tls-cert", f.TLSCert}, {"tls-key", f.TLSKey}, {"metrics", f.Metrics}, {"log-level", f.level}, {"log-format", f.format},
+		{"tls-cert", f.TLSCert}, {"tls-key", f.TLSKey}, {"metrics", f.Metrics}, {"driver", f.Driver}, {"log-level", f.level}, {"log-format", f.format},
 	} {
 		if flags.Changed(set.name) {
 			u.serve = append(u.serve, "--"+set.name+"="+set.value)

@@ -62,7 +62,7 @@ var units = map[string][]string{
 	"plain": nil,
 	"all": {
 		"--listen", "[::]:443", "--run-dir", "/srv/run of cloche", "--state-dir", `/srv/50% of "it"`, "--tls-cert", "/srv/$c.pem", "--tls-key", "/srv/k.pem",
-		"--metrics", "127.0.0.1:7071", "--log-level", "debug", "--log-format", "json", "--drain-within", "5m", "--url", "https://cloche.example:443",
+		"--metrics", "127.0.0.1:7071", "--driver", "firecracker", "--log-level", "debug", "--log-format", "json", "--drain-within", "5m", "--url", "https://cloche.example:443",
 	},
 	"open": {"--listen", "0.0.0.0:80", "--insecure", "--run-dir", "/run/other/cloche"},
 }
@@ -126,7 +126,7 @@ func TestUnitText(t *testing.T) {
 		},
 		"all": {
 			`"--state-dir=/srv/50%% of \"it\"" --listen=[::]:443 "--run-dir=/srv/run of cloche" --tls-cert=/srv/$$c.pem --tls-key=/srv/k.pem`,
-			"--metrics=127.0.0.1:7071 --log-level=debug --log-format=json\n", "--url=https://cloche.example:443 --within=5m0s", "\nTimeoutStopSec=340\n",
+			"--metrics=127.0.0.1:7071 --driver=firecracker --log-level=debug --log-format=json\n", "--url=https://cloche.example:443 --within=5m0s", "\nTimeoutStopSec=340\n",
 		},
 		"open": {"--listen=0.0.0.0:80 --run-dir=/run/other/cloche --insecure\n", "--url=http://127.0.0.1:80", "\nRuntimeDirectory=other/cloche\n"},
 	} {
@@ -147,6 +147,7 @@ func TestServiceFlagsAreChecked(t *testing.T) {
 		{"--listen", "x"},
 		{"--listen", "127.0.0.1:0"},
 		{"--log-level", "loud"},
+		{"--driver", "qemu"},
 		{"--log-format", "xml"},
 		{"--drain-within", "0s"},
 		{"--name", "../x"},

@@ -195,7 +195,7 @@ func (c *Control) bringUp(ctx context.Context, w work, from *sandbox.Snapshot, g
 		if failure == nil {
 			return c.up(w, status), nil
 		}
-		if failure.Class != sandbox.NoCapacity {
+		if failure.Class != sandbox.NoCapacity && failure.Code != sandbox.CodeDriverProbing {
 			faults++
 		}
 		if !failure.Retryable || faults > createRetries || c.now().Add(wait).After(deadline) {

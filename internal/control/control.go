@@ -100,6 +100,7 @@ type Control struct {
 	capacity     capacity
 	touches      touches
 	beats        beats
+	salvages     salvages
 	durabilities sync.Map   // by driver: a sandbox.Durability
 	policies     sync.Mutex // over changes of policies
 	retries      retries
@@ -131,6 +132,7 @@ func New(o Options) *Control {
 		files:    fileGuard{doomed: map[string]bool{}},
 		touches:  touches{at: map[string]time.Time{}, held: map[string]int{}},
 		beats:    beats{of: map[string]*beat{}, mine: map[string]bool{}},
+		salvages: salvages{of: map[string]*salvaging{}},
 		retries:  retries{at: map[string]time.Time{}},
 	}
 }

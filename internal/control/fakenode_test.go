@@ -29,6 +29,7 @@ type fakeNode struct {
 	host     sandbox.Capacity
 	stood    time.Duration // by a checkpoint
 	same     bool          // checkpoints answer Unchanged
+	keeps    bool          // machines leave their disks behind: durability crash
 	sessions []sandbox.Session
 
 	// What to do instead of the ordinary; may be nil.
@@ -105,6 +106,9 @@ func (n *fakeNode) CreateMachine(ctx context.Context, req sandbox.MachineRequest
 		st = sandbox.MachineStatus{
 			Sandbox: req.Sandbox, Generation: req.Generation, Driver: "fake", Durability: sandbox.DurabilitySnapshot,
 			Ready: true, Sessions: slices.Clone(n.sessions),
+		}
+		if n.keeps {
+			st.Durability = sandbox.DurabilityCrash
 		}
 		kept := st
 		kept.Sessions = nil
@@ -193,6 +197,16 @@ func (n *fakeNode) SnapshotMachine(ctx context.Context, req sandbox.SnapshotRequ
 
 func (n *fakeNode) CheckpointMachine(ctx context.Context, req sandbox.SnapshotRequest) (st sandbox.SnapshotStatus, err error) {
 	err = n.do(ctx, "checkpoint", req.Sandbox, req.Generation, func() error {
+		m := n.machines[req.Sandbox]
+		if m.End != nil && m.Durability == sandbox.DurabilityCrash {
+			st = sandbox.SnapshotStatus{
+				Snapshot: req.Snapshot, Sandbox: req.Sandbox, Kind: sandbox.SnapshotDisk, SizeBytes: 1 << 20,
+				Needs: sandbox.Needs{Format: 1, Driver: "fake"}, TakenAt: m.End.At,
+			}
+			n.snaps[req.Snapshot] = st
+			n.taken = append(n.taken, req)
+			return nil
+		}
 		if !n.living(req.Sandbox) {
 			return errNoMachine
 		}

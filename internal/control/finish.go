@@ -109,7 +109,10 @@ func (c *Control) durability(driver string) sandbox.Durability {
 }
 
 func (c *Control) learn(m sandbox.MachineStatus) {
-	if m.Durability != "" {
-		c.durabilities.Store(m.Driver, m.Durability)
+	if m.Durability == "" {
+		return
+	}
+	if was, _ := c.durabilities.Swap(m.Driver, m.Durability); was != m.Durability {
+		c.crash.kick() // there may be disks to save
 	}
 }

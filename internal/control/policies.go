@@ -104,9 +104,10 @@ func (c *Control) impose(ctx context.Context, sb sandbox.Sandbox, verb sandbox.V
 	}
 }
 
-// startCrashed starts failed sandboxes again whose policy says so and that
-// have an image to go on from.
+// startCrashed saves what is left of the disks of failed sandboxes, and starts
+// those again whose policy says so and that have an image to go on from.
 func (c *Control) startCrashed(ctx context.Context) {
+	failed := map[string]bool{}
 	filter := sandbox.SandboxFilter{States: []sandbox.State{sandbox.StateFailed}}
 	for page := (sandbox.Page{Limit: 500}); ; {
 		list, next, err := c.store.Sandboxes(ctx, "", filter, page)
@@ -115,6 +116,11 @@ func (c *Control) startCrashed(ctx context.Context) {
 			return
 		}
 		for _, sb := range list {
+			failed[sb.ID] = true
+			if s := c.unsaved(sb); s != nil {
+				c.salvage(sb, s)
+				continue
+			}
 			if sb.Policy.OnCrash != sandbox.ReactStart || sb.Image == "" || sb.End == nil || sb.End.Reason == sandbox.EndCreateFailed {
 				continue
 			}
@@ -125,6 +131,7 @@ func (c *Control) startCrashed(ctx context.Context) {
 			}
 		}
 		if next == "" {
+			c.forgetSalvages(failed)
 			return
 		}
 		page.Token = next

@@ -64,6 +64,9 @@ func (c *Control) capacityOf(ctx context.Context) (sandbox.Capacity, error) {
 		return sandbox.Capacity{}, err
 	}
 	c.capacity.at, c.capacity.is = now, is
+	for _, d := range is.Drivers {
+		c.learn(sandbox.MachineStatus{Driver: d.Name, Durability: d.Durability})
+	}
 	return is, nil
 }
 

@@ -11,6 +11,7 @@ import (
 type CreateRequest struct {
 	Template string            `json:"template,omitempty"` // name, name:tag or digest
 	Snapshot string            `json:"snapshot,omitempty"` // id; instead of Template
+	Driver   string            `json:"driver,omitempty"`   // "" is the host's default. With Snapshot it is the snapshot's
 	Labels   map[string]string `json:"labels,omitempty"`
 	Env      map[string]string `json:"env,omitempty"`
 	// Resources: zero fields get the defaults. With Snapshot they are the snapshot's.
@@ -38,7 +39,7 @@ func (c *Control) CreateSandbox(ctx context.Context, who sandbox.Caller, req Cre
 	}
 	now := c.now().UTC()
 	sb = sandbox.Sandbox{
-		ID: sandbox.NewID(sandbox.KindSandbox), Project: who.Project, Template: req.Template, Source: req.Snapshot,
+		ID: sandbox.NewID(sandbox.KindSandbox), Project: who.Project, Template: req.Template, Source: req.Snapshot, Driver: req.Driver,
 		Labels: req.Labels, Env: req.Env, Resources: req.Resources, Policy: policy, CreatedAt: now, TouchedAt: now,
 	}
 	if req.TTL > 0 {
@@ -78,6 +79,9 @@ func validateCreate(req *CreateRequest) (sandbox.Policy, error) {
 func validateSource(req CreateRequest) error {
 	if req.Template != "" {
 		return invalid("bad_source", "a sandbox is made from a template or from a snapshot, not from both")
+	}
+	if req.Driver != "" {
+		return invalid("bad_driver", "a sandbox that is made from a snapshot has the snapshot's driver").WithHint("name none")
 	}
 	if req.Resources != (sandbox.Resources{}) {
 		return invalid("bad_resources", "a sandbox that is made from a snapshot has the snapshot's resources").WithHint("name none")

@@ -77,6 +77,11 @@ func (c *Control) begin(ctx context.Context, who sandbox.Caller, id string, verb
 	if b.Capacity, err = c.capacityFor(ctx, verb); err != nil {
 		return sb, op, false, err
 	}
+	if verb == sandbox.VerbStart {
+		if err := c.savedFirst(ctx, who.Scope(), id); err != nil {
+			return sb, op, false, err
+		}
+	}
 	sb, op, replayed, err = c.store.BeginVerb(ctx, who.Scope(), id, verb, b, idem)
 	if err != nil {
 		return sb, op, false, err

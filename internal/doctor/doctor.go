@@ -45,6 +45,10 @@ type Options struct {
 	// Probe is the isolation driver's own probe; nil leaves the check out.
 	Probe  func(context.Context) driver.Capability
 	Driver string // its name, for people
+	// Firecracker tells whether its machines can run here, booting one where try
+	// is true and nobody has done so since the host was booted. nil: it can't be
+	// told.
+	Firecracker func(ctx context.Context, try bool) driver.Capability
 	// Daemon asks the daemon for its version; nil leaves the check out.
 	Daemon func(context.Context) (version string, err error)
 	// Version is this binary's version, to compare with the daemon's.
@@ -60,6 +64,8 @@ type Options struct {
 	LookPath func(string) (string, error)
 	// Began is called when a check begins, with its name.
 	Began func(name string)
+
+	noKVM bool // it was found that nothing can boot
 }
 
 // The time that one trial may take.
@@ -102,6 +108,9 @@ func Run(ctx context.Context, o Options) Report {
 			o.Began(c.name)
 		}
 		got := c.look(ctx, o)
+		if c.name == "kvm" {
+			o.noKVM = got.Status != OK
+		}
 		if got.Name == "" {
 			got.Name = c.name
 		}

@@ -139,6 +139,7 @@ func TestRunDecides(t *testing.T) {
 		LookPath: func(string) (string, error) { return "", errors.New("not here") },
 		Daemon:   func(context.Context) (string, error) { return "", errors.New("connection refused") },
 	}
+	o.Firecracker = func(context.Context, bool) driver.Capability { return driver.Capability{Reason: "it can't boot"} }
 	for _, ok := range []bool{true, false} {
 		o.Probe = func(context.Context) driver.Capability {
 			return driver.Capability{OK: ok, Reason: "tried", Hint: "mend it so"}
@@ -152,5 +153,46 @@ func TestRunDecides(t *testing.T) {
 				t.Errorf("a check that says nothing: %+v", c)
 			}
 		}
+	}
+}
+
+// What can't be booted is not tried, and never means that nothing can run.
+func TestFirecracker(t *testing.T) {
+	var tried []bool
+	says := driver.Capability{Reason: "Firecracker 1.15.1: it can't boot", Hint: "use another machine"}
+	o := Options{
+		Root: machine(t, nil), KVM: []string{"/bin/sh", "-c", "exit 3"},
+		Firecracker: func(ctx context.Context, try bool) driver.Capability {
+			if _, bounded := ctx.Deadline(); !bounded {
+				t.Error("it has no deadline")
+			}
+			tried = append(tried, try)
+			return says
+		},
+	}
+	find := func() Check {
+		t.Helper()
+		for _, c := range Run(t.Context(), o).Checks {
+			if c.Name == "firecracker" {
+				return c
+			}
+		}
+		t.Fatal("it was not looked at")
+		return Check{}
+	}
+	if c := find(); c.Status != Warn || c.Detail != says.Reason || !strings.Contains(c.Mend, "use another machine") || !strings.Contains(c.Mend, "gVisor") {
+		t.Errorf("%+v", c)
+	}
+	o.KVM = nil // nobody knows better
+	says.OK = true
+	if c := find(); c.Status != OK || c.Mend != "" || c.Detail != says.Reason {
+		t.Errorf("%+v", c)
+	}
+	if len(tried) != 2 || tried[0] || !tried[1] {
+		t.Errorf("tried: %v", tried)
+	}
+	o.Firecracker = nil
+	if c := find(); c.Status != Warn || c.Mend == "" {
+		t.Errorf("as a user: %+v", c)
 	}
 }

@@ -19,7 +19,7 @@ import (
 // emulated machine some hundreds, a KVM that interprets less than 3.
 const leastMIPS = 10
 
-const needless = "not needed: sandboxes run under gVisor, which uses no KVM"
+const needless = "not needed: without it sandboxes run under gVisor instead of Firecracker"
 
 // checkKVM runs the probe program in a child, since KVM may never give its
 // thread back: a process can be killed.
@@ -64,18 +64,23 @@ func judgeKVM(r sys.KVMReport) Check {
 	return Check{Status: OK, Detail: fmt.Sprintf("runs kernel code (ring 0 at %.0f million instructions a second, %v for a page-table switch and an exception); only a boot proves that Linux boots", r.MIPS(), r.TrapTime)}
 }
 
-// checkFirecracker tells whether its programs are here.
-func checkFirecracker(_ context.Context, o Options) Check {
-	var missing []string
-	for _, p := range []string{"firecracker", "jailer"} {
-		if _, err := o.LookPath(p); err != nil {
-			missing = append(missing, p)
-		}
+// checkFirecracker tells what is installed of it and whether that boots. Where it
+// doesn't, gVisor is there.
+func checkFirecracker(ctx context.Context, o Options) Check {
+	if o.Firecracker == nil {
+		return Check{Status: Warn, Detail: "not looked at: only root can boot a machine", Mend: "run `sudo cloche doctor`"}
 	}
-	if len(missing) > 0 {
-		return Check{Status: Warn, Detail: "not installed: " + strings.Join(missing, ", "), Mend: "not needed: this version runs sandboxes under gVisor"}
+	ctx, cancel := context.WithTimeout(ctx, probeTime)
+	defer cancel()
+	c := o.Firecracker(ctx, !o.noKVM)
+	if c.OK {
+		return Check{Status: OK, Detail: c.Reason}
 	}
-	return Check{Status: OK, Detail: "firecracker and jailer are here; this version does not use them"}
+	mend := c.Hint
+	if mend == "" {
+		mend = "mend what the line above says"
+	}
+	return Check{Status: Warn, Detail: c.Reason, Mend: mend + "; sandboxes run under gVisor meanwhile"}
 }
 
 // RunKVM is the child of checkKVM: it tries KVM and prints the steps and the

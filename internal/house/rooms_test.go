@@ -35,6 +35,14 @@ var rooms = []room{
 		"internal/node/driver", "internal/node/driver/gvisor/enginerpc", "internal/node/artifact", "internal/node/cgroup", "internal/sys",
 	}},
 	{"internal/node/driver/gvisor/enginerpc", []string{"internal/sys"}},
+	{"internal/node/driver/firecracker", []string{
+		"internal/node/driver", "internal/node/driver/firecracker/installed", "internal/node/driver/firecracker/jail", "internal/node/driver/firecracker/kernel",
+		"internal/node/driver/firecracker/vmm", "internal/guestapi", "internal/node/cgroup", "internal/sys",
+	}},
+	{"internal/node/driver/firecracker/jail", []string{"internal/node/cgroup", "internal/sys"}},
+	{"internal/node/driver/firecracker/kernel", nil},
+	{"internal/node/driver/firecracker/vmm", nil},
+	{"internal/node/driver/firecracker/installed", []string{"internal/node/driver/firecracker/vmm", "internal/node/artifact", "internal/sys"}},
 	{"internal/node/artifact", []string{"internal/sys"}},
 	{"internal/node/cgroup", []string{"internal/sys"}},
 	{"internal/node/guestlink", []string{"internal/guestapi", "internal/sys"}},
@@ -59,7 +67,10 @@ var rooms = []room{
 	{"internal/dataplane", []string{"api", "internal/auth", "internal/httpapi/rest", "internal/guestapi", "internal/node/session"}},
 	{"internal/server", []string{"…"}},
 
-	{"cmd/cloche", []string{"internal/server", "internal/doctor", "client", "api"}},
+	{"cmd/cloche", []string{
+		"internal/server", "internal/doctor", "client", "api",
+		"internal/node/artifact", "internal/node/driver/firecracker/installed", "internal/node/driver/firecracker/kernel", // the commands that install
+	}},
 	{"cmd/cloche-gvisor", []string{"internal/engine"}},
 	{"cmd/cloche-guest", []string{"internal/guest"}},
 

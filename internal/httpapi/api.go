@@ -109,7 +109,7 @@ type Options struct {
 	Keys    Keys
 	Tokens  *auth.Tokens
 	Version string
-	Driver  string // of new sandboxes
+	Driver  func() string // of new sandboxes, now
 	// Durability is what each driver's disks outlive, by the driver's name.
 	Durability map[string]sandbox.Durability
 	Ready      func(context.Context) error // nil when there is nothing to wait for
@@ -184,5 +184,9 @@ func (a *API) GetHealth(w http.ResponseWriter, r *http.Request) {
 
 // GetVersion answers the daemon's version.
 func (a *API) GetVersion(w http.ResponseWriter, r *http.Request) {
-	rest.JSON(w, r, http.StatusOK, api.Version{Version: a.o.Version, Api: "v1", Driver: a.o.Driver})
+	v := api.Version{Version: a.o.Version, Api: "v1"}
+	if a.o.Driver != nil {
+		v.Driver = a.o.Driver()
+	}
+	rest.JSON(w, r, http.StatusOK, v)
 }

@@ -50,7 +50,7 @@ func newBench(t *testing.T) *bench {
 		t.Fatal(err)
 	}
 	b.api = New(Options{
-		Control: b.fake, Keys: roles{&b.revoked}, Tokens: b.tokens, Version: "v0", Driver: "gvisor",
+		Control: b.fake, Keys: roles{&b.revoked}, Tokens: b.tokens, Version: "v0", Driver: func() string { return "gvisor" },
 		Durability: map[string]sandbox.Durability{"gvisor": sandbox.DurabilitySnapshot},
 	})
 	b.api.Register(router)

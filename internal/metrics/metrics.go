@@ -45,7 +45,7 @@ type Options struct {
 	// Output is how many bytes of commands' output were recorded since the start.
 	Output  func() uint64
 	Version string
-	Driver  string
+	Driver  func() string // of new sandboxes, now; nil: "" is told
 	Log     *slog.Logger
 }
 
@@ -62,12 +62,7 @@ func New(o Options) *Metrics {
 		o.Log = slog.Default()
 	}
 	m := &Metrics{o: o, reg: prometheus.NewRegistry(), counted: newCounted()}
-	build := prometheus.NewGauge(prometheus.GaugeOpts{
-		Name: "cloche_build_info", Help: "Always 1; its labels say what runs here.",
-		ConstLabels: prometheus.Labels{"version": o.Version, "driver": o.Driver, "go": runtime.Version()},
-	})
-	build.Set(1)
-	m.reg.MustRegister(build, collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	m.reg.MustRegister(buildInfo{o}, collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	m.reg.MustRegister(m.all()...)
 	m.reg.MustRegister(newRows(o))
 	if o.Output != nil {
@@ -76,6 +71,24 @@ func New(o Options) *Metrics {
 		}, func() float64 { return float64(o.Output()) }))
 	}
 	return m
+}
+
+// buildInfo tells what runs here, which a gauge with fixed labels can't: the
+// driver of new sandboxes may change.
+type buildInfo struct{ o Options }
+
+var buildDesc = prometheus.NewDesc("cloche_build_info", "Always 1; its labels say what runs here.", []string{"driver", "go", "version"}, nil)
+
+// Describe implements prometheus.Collector.
+func (buildInfo) Describe(ch chan<- *prometheus.Desc) { ch <- buildDesc }
+
+// Collect implements prometheus.Collector.
+func (b buildInfo) Collect(ch chan<- prometheus.Metric) {
+	driver := ""
+	if b.o.Driver != nil {
+		driver = b.o.Driver()
+	}
+	ch <- prometheus.MustNewConstMetric(buildDesc, prometheus.GaugeValue, 1, driver, runtime.Version(), b.o.Version)
 }
 
 // Listen opens the metrics' listener. What can be seen there names no user and

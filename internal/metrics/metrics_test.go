@@ -113,7 +113,7 @@ func (h fakeHost) Capacity(context.Context) (sandbox.Capacity, error) {
 
 func TestWhatIsShown(t *testing.T) {
 	w := newWorld(t, Options{
-		Host: fakeHost{}, Version: "v9", Driver: "gvisor",
+		Host: fakeHost{}, Version: "v9", Driver: func() string { return "gvisor" },
 		Sessions: func() map[string]int { return map[string]int{"running": 3} }, Output: func() uint64 { return 42 },
 	})
 	a, b := w.running(), w.running()

@@ -17,7 +17,7 @@ import (
 
 // Capacity implements sandbox.Machines.
 func (n *Node) Capacity(context.Context) (sandbox.Capacity, error) {
-	c := sandbox.Capacity{MilliCPU: int(float64(runtime.NumCPU()) * 1000 * n.o.CPUOvercommit), DiskFloor: n.o.DiskFloor}
+	c := sandbox.Capacity{MilliCPU: int(float64(runtime.NumCPU()) * 1000 * n.o.CPUOvercommit), DiskFloor: n.o.DiskFloor, Drivers: n.driverStatus()}
 	var st syscall.Statfs_t
 	if err := syscall.Statfs(n.o.StateDir, &st); err != nil {
 		return sandbox.Capacity{}, snapshot.DiskError(fmt.Errorf("ask for the free space of %s: %w", n.o.StateDir, err))

@@ -59,6 +59,9 @@ func (n *Node) checkpoint(ctx context.Context, req sandbox.SnapshotRequest) (*sa
 	if m := n.known(req.Sandbox); m != nil && n.complete(m.wish.Held) {
 		return nil, superseded() // it is about to be released
 	}
+	if st, err := n.salvage(ctx, req); err != nil || st != nil {
+		return st, err
+	}
 	m, err := n.running(ctx, req.Sandbox)
 	if err != nil {
 		return nil, err

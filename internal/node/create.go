@@ -74,10 +74,6 @@ func (n *Node) undo(ctx context.Context, steps []step) error {
 // CreateMachine implements sandbox.Machines.
 func (n *Node) CreateMachine(ctx context.Context, req sandbox.MachineRequest) (sandbox.MachineStatus, error) {
 	var none sandbox.MachineStatus
-	d, err := n.pick(req.Driver)
-	if err != nil {
-		return none, err
-	}
 	ctx, leave, err := n.enter(ctx, req.Sandbox, req.Generation)
 	if err != nil {
 		return none, err
@@ -90,6 +86,10 @@ func (n *Node) CreateMachine(ctx context.Context, req sandbox.MachineRequest) (s
 			st.Sessions = old.journal.Sessions
 			return st, nil
 		}
+	}
+	d, err := n.pick(req)
+	if err != nil {
+		return none, err
 	}
 	m := n.newMachine(req.Sandbox, nil)
 	ready := false
@@ -265,18 +265,6 @@ func (n *Node) forget(id string, replaced *journal) error {
 		return replaced.save(n.dir(id))
 	}
 	return os.RemoveAll(n.dir(id))
-}
-
-// pick finds the driver of a request.
-func (n *Node) pick(name string) (driver.Driver, error) {
-	if name == "" {
-		name = n.o.Default
-	}
-	if d, ok := n.drivers[name]; ok {
-		return d, nil
-	}
-	return nil, sandbox.Errorf(sandbox.FailedPrecondition, "driver_unavailable", "this host has no driver %q", name).
-		WithHint("`cloche doctor` tells which drivers work here and why")
 }
 
 // takeSlot waits for one of the places for creations.

@@ -117,6 +117,7 @@ type rig struct {
 	h     *fakeHost
 	n     *Node
 	stop  func()
+	more  func(*Options) // of nodes that are started from now on; may be nil
 }
 
 func newRig(t *testing.T) *rig {
@@ -133,10 +134,14 @@ func newRig(t *testing.T) *rig {
 // start starts a node; after stop it is the next life of the same daemon.
 func (r *rig) start(bootID string) {
 	r.t.Helper()
-	n, err := New(Options{
+	o := Options{
 		StateDir: r.state, Drivers: []driver.Driver{r.d}, Default: "fake", Images: r.h, Networks: r.h, Guests: r.h, Recorder: r.h,
 		CPUOvercommit: 2, MemoryShare: 0.5, DiskFloor: 77, Concurrency: 2, HelloWait: 5 * time.Second, MaxProcs: 7, BootID: bootID, Log: slog.New(slog.DiscardHandler),
-	})
+	}
+	if r.more != nil {
+		r.more(&o)
+	}
+	n, err := New(o)
 	if err != nil {
 		r.t.Fatal(err)
 	}

@@ -36,9 +36,12 @@ type Guests interface {
 
 // Options make a Node.
 type Options struct {
-	StateDir    string // machines' journals are in StateDir/machines, snapshots in StateDir/snapshots
-	Drivers     []driver.Driver
-	Default     string // name of the driver for requests that name none
+	StateDir string // machines' journals are in StateDir/machines, snapshots in StateDir/snapshots
+	Drivers  []driver.Driver
+	Default  string // name of the driver for requests that name none, unless Prober's works
+	// Prober finds out whether one of Drivers, which is then the default, works;
+	// nil: all of them do, as far as anybody knows.
+	Prober      *Prober
 	Images      Images
 	Networks    Networks
 	Guests      Guests
@@ -100,6 +103,10 @@ func New(o Options) (*Node, error) {
 // Run adopts what lives, undoes what was not finished, collects what nothing
 // roots, and then waits for ctx to end. Machines live on after it.
 func (n *Node) Run(ctx context.Context) error {
+	if n.o.Prober != nil {
+		// A probe's machine has no journal: the census would take it for rubbish.
+		n.wg.Go(func() { n.o.Prober.run(n.ctx, n.adopted) })
+	}
 	n.recover(ctx)
 	close(n.adopted)
 	<-ctx.Done()

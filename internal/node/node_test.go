@@ -44,7 +44,7 @@ func TestAFailedCreateLeavesNothing(t *testing.T) {
 	}{
 		"driver fails":    {func(r *rig, _ *sandbox.MachineRequest) { r.d.fail = boom }, func(err error) bool { return errors.Is(err, boom) }},
 		"no template":     {func(_ *rig, q *sandbox.MachineRequest) { q.Digest = "sha256:missing" }, func(err error) bool { return code(err) == "template_files_missing" }},
-		"unknown driver":  {func(_ *rig, q *sandbox.MachineRequest) { q.Driver = "firecracker" }, func(err error) bool { return code(err) == "driver_unavailable" }},
+		"unknown driver":  {func(_ *rig, q *sandbox.MachineRequest) { q.Driver = "firecracker" }, func(err error) bool { return code(err) == "unknown_driver" }},
 		"agent is silent": {func(r *rig, _ *sandbox.MachineRequest) { r.d.silent = true; r.n.o.HelloWait = 50 * time.Millisecond }, func(err error) bool { return code(err) == "agent_not_ready" }},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -127,7 +127,11 @@ func (n *Node) adopt(ctx context.Context, m *machine) *sandbox.End {
 	case sandbox.IsClass(err, sandbox.NotFound):
 		return end(sandbox.EndUnknown, "it ended while the daemon was down")
 	default:
-		if derr := d.Discard(ctx, m.id); derr != nil {
+		give := d.Discard
+		if s, ok := d.(driver.Salvager); ok { // its disk is not lost with it
+			give = s.Halt
+		}
+		if derr := give(ctx, m.id); derr != nil {
 			n.o.Log.Error("end a machine that can't be adopted", "sandbox", m.id, "err", derr)
 		}
 		return end(sandbox.EndUnknown, "it could not be adopted: "+err.Error())

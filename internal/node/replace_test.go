@@ -111,7 +111,7 @@ func TestARollbackThatCannotSucceedChangesNothing(t *testing.T) {
 			r.h.current = "newer"
 			return nil
 		}, "needs_guest"},
-		"no such driver": {func(_ *rig, q *sandbox.MachineRequest, _ string) error { q.Driver = "firecracker"; return nil }, "driver_unavailable"},
+		"no such driver": {func(_ *rig, q *sandbox.MachineRequest, _ string) error { q.Driver = "firecracker"; return nil }, "needs_driver"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			r := newRig(t)

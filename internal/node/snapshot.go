@@ -24,6 +24,9 @@ func (n *Node) SnapshotMachine(ctx context.Context, req sandbox.SnapshotRequest)
 	if st, err := n.taken(ctx, req); err != nil || st != nil {
 		return orZero(st), err
 	}
+	if st, err := n.salvage(ctx, req); err != nil || st != nil {
+		return orZero(st), err
+	}
 	m, err := n.running(ctx, req.Sandbox)
 	if err != nil {
 		return sandbox.SnapshotStatus{}, err

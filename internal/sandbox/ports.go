@@ -133,6 +133,8 @@ type MachineVerbs interface {
 type Snapshots interface {
 	// SnapshotMachine takes a snapshot. When it returns nil it is durable and
 	// was verified; on an error nothing of it is left and the machine is as before.
+	// Of a machine that has ended and whose disk outlives it (durability "crash")
+	// it takes that disk, until the next machine is made.
 	SnapshotMachine(ctx context.Context, req SnapshotRequest) (SnapshotStatus, error)
 	// CheckpointMachine is SnapshotMachine for a disk snapshot of a running
 	// machine that nobody asked for: it gives way to every other call of the
@@ -252,9 +254,9 @@ type SandboxStore interface {
 	// (sb.Template is the name or digest asked for; the answer has Digest): so a
 	// template can't be deleted between. With sb.Source the template, driver and
 	// resources are the snapshot's, which must be ready (code "snapshot_not_ready").
-	// The project's quotas (class Quota, code "quota_NAME") and the host's
-	// capacity (class NoCapacity, code "no_capacity_NAME") are checked in it. A
-	// replayed key answers the first call's rows.
+	// The project's quotas (class Quota, code "quota_NAME"), the host's capacity
+	// (class NoCapacity, code "no_capacity_NAME") and the driver asked for (see
+	// FindDriver) are checked in it. A replayed key answers the first call's rows.
 	CreateSandbox(ctx context.Context, sb Sandbox, op Operation, host Capacity, idem Idempotency) (Sandbox, Operation, bool, error)
 	Sandbox(ctx context.Context, project, id string) (Sandbox, error)
 	Sandboxes(ctx context.Context, project string, f SandboxFilter, p Page) (list []Sandbox, next string, err error)
@@ -320,8 +322,8 @@ type SnapshotFilter struct {
 type SnapshotStore interface {
 	Snapshot(ctx context.Context, project, id string) (Snapshot, error)
 	Snapshots(ctx context.Context, project string, f SnapshotFilter, p Page) (list []Snapshot, next string, err error)
-	// BeginCheckpoint inserts the row of an automatic snapshot of a running
-	// sandbox of this generation; Conflict ("stale_generation") if it has moved on.
+	// BeginCheckpoint inserts the row of an automatic snapshot of a running or
+	// failed sandbox of this generation; Conflict ("stale_generation") if it has moved on.
 	BeginCheckpoint(ctx context.Context, sandbox string, generation int64, s Snapshot) error
 	// FinishCheckpoint makes it ready and, where the sandbox still has this
 	// epoch, its Image; with a failure, or when the epoch has moved on, it becomes failed.

@@ -29,4 +29,7 @@ type Capacity struct {
 	MemoryMiB int   `json:"memory_mib"`
 	DiskFree  int64 `json:"disk_free"`  // bytes, now
 	DiskFloor int64 `json:"disk_floor"` // bytes that stay free
+	// Drivers are what its machines run on; a sandbox that asks for one gets
+	// that one or is refused. None: the host does not tell.
+	Drivers []DriverStatus `json:"drivers,omitempty"`
 }

@@ -2,7 +2,6 @@ package server
 
 import (
 	"context"
-	"io"
 	"log/slog"
 	"os"
 	"path/filepath"
@@ -27,9 +26,40 @@ func Probe(ctx context.Context) driver.Capability {
 }
 
 func probe(ctx context.Context) (c driver.Capability, err error) {
+	err = apart(func(dir string, artifacts *artifact.Store) error {
+		engine, err := artifacts.Embedded(artifact.EngineName)
+		if err != nil {
+			return err
+		}
+		guests, err := artifacts.Builds(artifact.GuestName)
+		if err != nil {
+			return err
+		}
+		guest, err := guests.Path(guests.Current())
+		if err != nil {
+			return err
+		}
+		d, err := gvisor.New(gvisor.Options{
+			StateDir: dir, RunDir: filepath.Join(dir, "r"), Engine: engine.Path, Guest: guest,
+			Networks: netns.New(filepath.Join(dir, "r", "netns")), Log: slog.New(slog.DiscardHandler),
+		})
+		if err != nil {
+			return err
+		}
+		c = d.Probe(ctx)
+		closing, cancel := context.WithTimeout(context.WithoutCancel(ctx), shutdownWait)
+		defer cancel()
+		return d.Close(closing)
+	})
+	return c, err
+}
+
+// apart runs f with a directory, and a store of artifacts in it, that are gone
+// when it returns.
+func apart(f func(dir string, artifacts *artifact.Store) error) (err error) {
 	dir, err := os.MkdirTemp("", "cloche-") // short: sockets lie below it
 	if err != nil {
-		return c, err
+		return err
 	}
 	defer func() {
 		if rm := os.RemoveAll(dir); err == nil {
@@ -38,29 +68,7 @@ func probe(ctx context.Context) (c driver.Capability, err error) {
 	}()
 	artifacts, err := artifact.Open(filepath.Join(dir, "artifacts"))
 	if err != nil {
-		return c, err
+		return err
 	}
-	engine, err := artifacts.Embedded(artifact.EngineName)
-	if err != nil {
-		return c, err
-	}
-	guests, err := artifacts.Builds(artifact.GuestName)
-	if err != nil {
-		return c, err
-	}
-	guest, err := guests.Path(guests.Current())
-	if err != nil {
-		return c, err
-	}
-	d, err := gvisor.New(gvisor.Options{
-		StateDir: dir, RunDir: filepath.Join(dir, "r"), Engine: engine.Path, Guest: guest,
-		Networks: netns.New(filepath.Join(dir, "r", "netns")), Log: slog.New(slog.NewTextHandler(io.Discard, nil)),
-	})
-	if err != nil {
-		return c, err
-	}
-	c = d.Probe(ctx)
-	closing, cancel := context.WithTimeout(context.WithoutCancel(ctx), shutdownWait)
-	defer cancel()
-	return c, d.Close(closing)
+	return f(dir, artifacts)
 }

@@ -18,6 +18,7 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -55,6 +56,13 @@ type Options struct {
 	MemoryOvercommit float64
 	CPUOvercommit    float64
 	DiskFloorMiB     int64
+
+	// Driver is DriverAuto ("" is the same), or the name of the one that new
+	// sandboxes get where they name none.
+	Driver string
+	// AllowFirecracker is the one release of Firecracker that is let pass although
+	// its jailer is known to have a hole; for tests.
+	AllowFirecracker string
 
 	Ready   func() // called when requests are answered; may be nil
 	Version string
@@ -116,6 +124,9 @@ func (o Options) check() error {
 	if (o.TLSCert == "") != (o.TLSKey == "") {
 		return sandbox.Errorf(sandbox.Invalid, "tls_half", "TLS needs both a certificate and a key")
 	}
+	if err := CheckDriver(o.Driver); err != nil {
+		return err
+	}
 	host, _, err := net.SplitHostPort(o.Listen)
 	if err != nil {
 		return sandbox.Errorf(sandbox.Invalid, "bad_listen", "the address to listen on is not host:port: %w", err)
@@ -149,7 +160,8 @@ func (o Options) open(ctx context.Context) (net.Listener, error) {
 type host struct {
 	store    *sqlite.Store
 	sessions *session.Manager
-	gvisor   *gvisor.Driver
+	drivers  []driver.Driver // the first works on every host
+	prober   *node.Prober    // of the driver that not every host can run
 	node     *node.Node
 	metrics  *metrics.Metrics // nil without a listener for them
 	control  *control.Control
@@ -220,14 +232,18 @@ func (h *host) newNode(o Options, images node.Images) error {
 		return err
 	}
 	networks := netns.New(filepath.Join(o.RunDir, "netns"))
-	h.gvisor, err = gvisor.New(gvisor.Options{
+	everywhere, err := gvisor.New(gvisor.Options{
 		StateDir: o.StateDir, RunDir: o.RunDir, Engine: engine, EngineByHash: engines.Path, Guest: guest, Networks: networks, Log: o.Log,
 	})
 	if err != nil {
 		return err
 	}
+	h.drivers = append(h.drivers, everywhere)
+	if err := h.addFirecracker(o, artifacts, guests, networks); err != nil {
+		return err
+	}
 	h.node, err = node.New(node.Options{
-		StateDir: o.StateDir, Drivers: []driver.Driver{h.gvisor}, Default: gvisor.Name,
+		StateDir: o.StateDir, Drivers: h.drivers, Default: gvisor.Name, Prober: h.prober,
 		Images: images, Networks: networks, Guests: guests, Recorder: h.sessions,
 		Concurrency: 2 * runtime.NumCPU(), HelloWait: time.Minute, MaxProcs: maxProcs, BootID: sys.HostBootID(),
 		MemoryShare: o.MemoryOvercommit, CPUOvercommit: o.CPUOvercommit, DiskFloor: o.DiskFloorMiB << 20, Log: o.Log,
@@ -256,8 +272,8 @@ func (h *host) face(o Options) (http.Handler, error) {
 	}
 	keys, tokens := auth.NewVerifier(h.store), auth.NewTokens(key)
 	httpapi.New(httpapi.Options{
-		Control: h.control, Keys: keys, Tokens: tokens, Version: o.Version, Driver: gvisor.Name,
-		Durability: map[string]sandbox.Durability{gvisor.Name: h.gvisor.Traits().Durability},
+		Control: h.control, Keys: keys, Tokens: tokens, Version: o.Version, Driver: h.node.DefaultDriver,
+		Durability: durabilities(h.drivers),
 	}).Register(router)
 	dataplane.New(dataplane.Options{
 		Identities: h.control, Recorder: dataplane.Recorded(h.sessions), Guests: h.node, Keys: keys, Tokens: tokens, Log: o.Log,
@@ -275,6 +291,10 @@ func (h *host) run(ctx context.Context, listener, scrapes net.Listener, o Option
 	g.Go(func() error { return quiet(h.control.Run(below)) })
 	if h.metrics != nil {
 		g.Go(func() error { return quiet(h.metrics.Run(below, scrapes)) })
+	}
+	if err := h.proven(ctx, below, o); err != nil {
+		stop()
+		return errors.Join(err, g.Wait())
 	}
 
 	streams, cut := context.WithCancel(context.WithoutCancel(ctx))
@@ -307,7 +327,7 @@ func (h *host) run(ctx context.Context, listener, scrapes net.Listener, o Option
 func (h *host) measure(o Options) *metrics.Metrics {
 	return metrics.New(metrics.Options{
 		Store: h.store, Host: h.node, Sessions: h.sessions.Counts, Output: h.sessions.Recorded,
-		Version: o.Version, Driver: gvisor.Name, Log: o.Log,
+		Version: o.Version, Driver: h.node.DefaultDriver, Log: o.Log,
 	})
 }
 
@@ -330,8 +350,12 @@ func (h *host) close(log *slog.Logger) {
 	if h.sessions != nil {
 		note("the sessions' logs", h.sessions.Close())
 	}
-	if h.gvisor != nil {
-		note("the gVisor driver", h.gvisor.Close(ctx))
+	for _, d := range slices.Backward(h.drivers) {
+		if c, ok := d.(interface {
+			Close(ctx context.Context) error
+		}); ok {
+			note("the driver "+d.Name(), c.Close(ctx))
+		}
 	}
 	if h.store != nil {
 		note("the store", h.store.Close())

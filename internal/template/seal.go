@@ -10,32 +10,30 @@ import (
 	"io"
 	"os"
 	"path/filepath"
-	"syscall"
 
 	"cloche.dev/cloche/internal/sandbox"
+	"cloche.dev/cloche/internal/sys"
 )
 
 const sealName = "seal.json"
 
 // seal records which file had the manifest's hash when it was last hashed.
 // While none of this changes, nobody wrote to it.
-type seal struct {
-	Dev   uint64 `json:"dev"`
-	Inode uint64 `json:"inode"`
-	Size  int64  `json:"size"`
-	Ctime int64  `json:"ctime_ns"`
-}
+type seal sys.FileStamp
 
 func sealOf(f *os.File) (seal, error) {
 	info, err := f.Stat()
 	if err != nil {
 		return seal{}, fmt.Errorf("look at an image: %w", err)
 	}
-	st, ok := info.Sys().(*syscall.Stat_t)
-	if !ok || !info.Mode().IsRegular() {
+	if !info.Mode().IsRegular() {
 		return seal{}, errors.New("an image is no regular file")
 	}
-	return seal{Dev: st.Dev, Inode: st.Ino, Size: st.Size, Ctime: st.Ctim.Nano()}, nil
+	stamp, err := sys.StampOpen(f)
+	if err != nil {
+		return seal{}, fmt.Errorf("look at an image: %w", err)
+	}
+	return seal(stamp), nil
 }
 
 // writeSeal records f as the file that was hashed.

@@ -126,7 +126,7 @@ func (d *Draft) prepare() ([]string, stamps, error) {
 			return nil, nil, sandbox.Errorf(sandbox.Internal, "snapshot_files", "the driver wrote %q, which can't be a snapshot's file", e.Name())
 		}
 		path := filepath.Join(d.dir, e.Name())
-		if err := os.Chmod(path, 0o600); err != nil {
+		if err := seal(path, e); err != nil {
 			return nil, nil, err
 		}
 		if looks[e.Name()], err = sys.StampFile(path); err != nil {
@@ -135,6 +135,20 @@ func (d *Draft) prepare() ([]string, stamps, error) {
 		names = append(names, e.Name())
 	}
 	return names, looks, nil
+}
+
+// seal takes everybody's hands off a file. One that nobody may write to is for
+// a jail to read, by another user's process.
+func seal(path string, e os.DirEntry) error {
+	st, err := e.Info()
+	if err != nil {
+		return err
+	}
+	mode := os.FileMode(0o600)
+	if st.Mode().Perm() == 0o444 {
+		mode = 0o444
+	}
+	return os.Chmod(path, mode)
 }
 
 // settle hashes the files, while they are cached, and meanwhile has the kernel

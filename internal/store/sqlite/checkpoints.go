@@ -15,7 +15,7 @@ func (s *Store) BeginCheckpoint(ctx context.Context, id string, generation int64
 		if err != nil {
 			return err
 		}
-		if sb.Generation != generation || sb.State != sandbox.StateRunning {
+		if sb.Generation != generation || sb.State != sandbox.StateRunning && sb.State != sandbox.StateFailed {
 			return stale(id)
 		}
 		n.Purpose, n.Name = sandbox.PurposeCheckpoint, ""
@@ -63,6 +63,8 @@ func (s *Store) FinishCheckpoint(ctx context.Context, id string, epoch int64, st
 // wants tells whether the checkpoint n is still what its sandbox would come
 // back from. Besides the epoch its image must be the one that the checkpoint
 // began over: a suspend, a stop or a named snapshot that came between holds more.
+// And one that comes when the sandbox is being started from that image comes too
+// late: the image must not go from under it.
 func (s *Store) wants(ctx context.Context, tx *sql.Tx, n sandbox.Snapshot, epoch int64) (sandbox.Sandbox, bool, error) {
 	sb, err := sandboxByID(ctx, tx, "", n.Sandbox)
 	if sandbox.IsClass(err, sandbox.NotFound) {
@@ -75,6 +77,6 @@ func (s *Store) wants(ctx context.Context, tx *sql.Tx, n sandbox.Snapshot, epoch
 	if err := tx.QueryRowContext(ctx, "SELECT replaces FROM snapshots WHERE id = ?", n.ID).Scan(&replaces); err != nil {
 		return sb, false, err
 	}
-	gone := sb.State == sandbox.StateDeleting || sb.State == sandbox.StateDeleted
-	return sb, sb.Epoch == epoch && sb.Image == replaces && !gone, nil
+	late := sb.State == sandbox.StateStarting || sb.State == sandbox.StateDeleting || sb.State == sandbox.StateDeleted
+	return sb, sb.Epoch == epoch && sb.Image == replaces && !late, nil
 }

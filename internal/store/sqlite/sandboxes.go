@@ -76,6 +76,9 @@ func (s *Store) CreateSandbox(ctx context.Context, sb sandbox.Sandbox, op sandbo
 		if err := pin(ctx, tx, &sb); err != nil {
 			return err
 		}
+		if err := drivable(sb, host); err != nil {
+			return err
+		}
 		if err := admit(ctx, tx, sb.Project, host, machines(1, sb.Resources).onDisk(1, sb.Resources)); err != nil {
 			return err
 		}
@@ -115,6 +118,16 @@ func pin(ctx context.Context, tx *sql.Tx, sb *sandbox.Sandbox) error {
 		sb.Base = from.ID
 	}
 	return nil
+}
+
+// drivable refuses a driver that was asked for and that the host can't run. One
+// that a snapshot brings is not asked for: its operation waits, or says why.
+func drivable(sb sandbox.Sandbox, host sandbox.Capacity) error {
+	if sb.Driver == "" || sb.Source != "" || len(host.Drivers) == 0 {
+		return nil
+	}
+	_, err := sandbox.FindDriver(host.Drivers, sb.Driver)
+	return err
 }
 
 // insertCreate inserts a sandbox in its first state, its operation and its event.

@@ -61,7 +61,19 @@ func checkpoints(e *env) {
 		e.Fatalf("%v %v", ok, err)
 	}
 	end(crashed, b.Epoch, taken(crashed, e.tick()), nil, sandbox.SnapshotReady)
-	e.do(b.ID, sandbox.VerbStart)
+	left := e.checkpoint(b.ID) // of the disk that the machine has left
+	end(left, b.Epoch, taken(left, e.tick()), nil, sandbox.SnapshotReady)
+	if got := e.get(b.ID); got.Image != left || got.State != sandbox.StateFailed {
+		e.Errorf("a failed sandbox whose disk was saved: %+v", got)
+	}
+	// One that ends when the sandbox starts from its image comes too late.
+	late := e.checkpoint(b.ID)
+	start := e.begin(b.ID, sandbox.VerbStart)
+	end(late, b.Epoch, taken(late, e.tick()), nil, sandbox.SnapshotFailed)
+	if got := e.get(b.ID); got.Image != left {
+		e.Errorf("the image that it starts from was replaced: %+v", got)
+	}
+	e.finish(start)
 	gone := e.checkpoint(b.ID)
 	e.deleted(b.ID)
 	end(gone, e.get(b.ID).Epoch, taken(gone, e.tick()), nil, sandbox.SnapshotFailed)

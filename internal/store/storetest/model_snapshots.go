@@ -16,7 +16,7 @@ func (m *machine) checkpoint(r *rapid.T) {
 	n := sandbox.Snapshot{ID: sandbox.NewID(sandbox.KindSnapshot), Kind: sandbox.SnapshotDisk, CreatedAt: m.tick()}
 	generation := want.generation - int64(rapid.IntRange(0, 1).Draw(r, "old"))
 	err := m.s.BeginCheckpoint(m.ctx, id, generation, n)
-	if want.state != sandbox.StateRunning || generation != want.generation {
+	if want.state != sandbox.StateRunning && want.state != sandbox.StateFailed || generation != want.generation {
 		if !sandbox.IsClass(err, sandbox.Conflict) {
 			r.Fatalf("a checkpoint of one that is %s: %v", want.state, err)
 		}
@@ -52,9 +52,9 @@ func (m *machine) checkpointed(r *rapid.T) {
 	if err := m.s.FinishCheckpoint(m.ctx, id, n.epoch, status, failure); err != nil {
 		r.Fatal(err)
 	}
-	gone := want.state == sandbox.StateDeleting || want.state == sandbox.StateDeleted
+	late := want.state == sandbox.StateStarting || want.state == sandbox.StateDeleting || want.state == sandbox.StateDeleted
 	n.state = sandbox.SnapshotFailed
-	if failure == nil && want.epoch == n.epoch && want.image == n.replaces && !gone {
+	if failure == nil && want.epoch == n.epoch && want.image == n.replaces && !late {
 		n.state, want.image = sandbox.SnapshotReady, id
 	}
 }

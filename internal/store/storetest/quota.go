@@ -236,3 +236,39 @@ func backup(e *env) {
 	}
 	e.get(sb.ID)
 }
+
+// drivers asks for one that works, one that doesn't, one that nobody knows of
+// yet and one that is not there.
+func drivers(e *env) {
+	host := sandbox.Capacity{Drivers: []sandbox.DriverStatus{
+		{Name: "works", State: sandbox.DriverReady, Default: true}, {Name: "fails", State: sandbox.DriverUnavailable, Reason: "it can't boot"},
+	}}
+	idem := sandbox.Idempotency{Key: "k"}
+	create := func(driver string, idem sandbox.Idempotency) (sandbox.Sandbox, bool, error) {
+		sb := newSandbox(e.project, "base", e.tick())
+		sb.Driver = driver
+		sb, _, replayed, err := e.s.CreateSandbox(e.ctx, sb, e.newOp(sandbox.VerbCreate), host, idem)
+		return sb, replayed, err
+	}
+	first, _, err := create("works", idem)
+	if err != nil || first.Driver != "works" {
+		e.Errorf("%+v %v", first, err)
+	}
+	if sb, _, err := create("", sandbox.Idempotency{}); err != nil || sb.Driver != "" {
+		e.Errorf("whoever names none has the driver %q before there is a machine: %v", sb.Driver, err)
+	}
+	_, _, err = create("fails", sandbox.Idempotency{})
+	e.wants(err, sandbox.FailedPrecondition, "driver_unavailable")
+	_, _, err = create("other", sandbox.Idempotency{})
+	e.wants(err, sandbox.Invalid, "unknown_driver")
+	host.Drivers[0].State = sandbox.DriverProbing
+	_, _, err = create("works", sandbox.Idempotency{})
+	e.wants(err, sandbox.Unavailable, "driver_probing")
+	if again, replayed, err := create("works", idem); err != nil || !replayed || again.ID != first.ID {
+		e.Errorf("a repeated request is not answered as before: %+v %v %v", again, replayed, err)
+	}
+	host.Drivers = nil // a host that does not tell decides when it is asked for the machine
+	if _, _, err := create("other", sandbox.Idempotency{}); err != nil {
+		e.Error(err)
+	}
+}

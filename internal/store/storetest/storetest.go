@@ -64,6 +64,7 @@ var cases = []testCase{
 	{"sessions go on from another timeline", inherited},
 	{"a checkpoint becomes the image of the machine it was taken of", checkpoints},
 	{"quotas bound what a project has", quotas},
+	{"a driver is asked for by name", drivers},
 	{"the host's capacity bounds all projects", capacity},
 	{"usage follows every state", usage},
 	{"a touch never goes back", touches},

@@ -1,5 +1,7 @@
 # Cloche's targets. `make help` says what each one does.
 # Variables: V=1 shows every test that passes, RUN=regexp narrows the suites.
+# PART=ci makes e2e-firecracker run the part that CI runs, GVISOR=0 leaves out
+# gVisor's.
 
 SHELL       := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -28,7 +30,7 @@ UNIT := $$(go list ./... | grep -v -e "/test/" -e "/internal/node/driver/" -e "/
 
 .PHONY: help
 help: ## say what each target does
-	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9]+):.*## (.*)/\1\t\2/' | expand -t 12
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/\1\t\2/' | expand -t 17
 
 .PHONY: deps
 deps: ## install the Debian packages and the Python environment that the other targets need
@@ -73,6 +75,11 @@ drivertest: build dist/testreport ## hold the gVisor driver to the named contrac
 .PHONY: e2e
 e2e: build dist/testreport ## drive the built binary as a user would, over HTTP and by CLI
 	@$(REPORT) -v -suite e2e -out dist/test/e2e.json -- $(GOTEST) -count=1 -timeout 30m $(RUNFLAG) ./test/e2e/...
+
+.PHONY: e2e-firecracker
+e2e-firecracker: build dist/testreport ## run the drivers on a real Firecracker and on cgroup v2, in a machine under QEMU (PART=ci, RUN, GVISOR=0)
+	@$(REPORT) -lines -suite e2e-firecracker -out dist/test/e2e-firecracker.json -- scripts/e2e-firecracker.sh \
+		-json -part '$(or $(PART),all)' -run '$(RUN)' -gvisor=$(or $(GVISOR),1)
 
 # The build that can be killed at failpoints and made careless; the engine and
 # the agent in it are those of bin/cloche.

@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # Installs what the Makefile's targets need and is missing: Debian packages by
 # apt-get, and a Python environment for schemathesis from a file with hashes.
-#   deps.sh run   what Cloche itself needs to build templates
-#   deps.sh all   and what checks and tests need
+#   deps.sh run     what Cloche itself needs to build templates
+#   deps.sh nested  what make e2e-firecracker needs
+#   deps.sh all     these, and what checks and tests need; without those of
+#                   nested, where they can't be had, it still succeeds
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -79,9 +81,26 @@ python_environment() {
 	echo "$want" >"$env/.cloche"
 }
 
+nested() {
+	local list
+	mapfile -t list < <(
+		missing "${nested_packages[@]}"
+		busybox_is_static || echo busybox-static
+		python3 -m pip --version >/dev/null 2>&1 || dist/python/bin/pip --version >/dev/null 2>&1 || echo python3-pip
+	)
+	install "${list[@]}"
+}
+
+# The packages busybox and busybox-static have the same file.
+busybox_is_static() {
+	local file
+	file=$(command -v busybox) && ! ldd "$file" >/dev/null 2>&1
+}
+
 run_packages=(mmdebstrap=mmdebstrap uidmap=newuidmap ca-certificates=/etc/ssl/certs/ca-certificates.crt git=git)
 all_packages=(erofs-utils=mkfs.erofs protobuf-compiler=protoc gcc=gcc libc6-dev=/usr/include/stdlib.h
 	shellcheck=shellcheck python3=python3 systemd=systemd-analyze)
+nested_packages=(qemu-system-x86=qemu-system-x86_64 e2fsprogs=mkfs.ext4 erofs-utils=mkfs.erofs python3=python3)
 
 need_go
 case ${1:-all} in
@@ -96,9 +115,13 @@ all)
 	)
 	install "${list[@]}"
 	python_environment
+	(nested) || say "deps: make e2e-firecracker will skip what needs these"
+	;;
+nested)
+	nested
 	;;
 *)
-	say "usage: deps.sh run|all"
+	say "usage: deps.sh run|nested|all"
 	exit 2
 	;;
 esac

@@ -9,7 +9,10 @@
 //
 // The second form ends with a table of what was skipped and with the line
 // "N passed, N failed, N skipped". Only leaves of the tree of tests are
-// counted. The Makefile calls it; nothing imports it.
+// counted. With -lines every line of the tests' output is shown as it comes, as
+// go test -v does. The command may also send an event with the action "again":
+// what its package told so far is void, since a machine under it failed, and
+// it is run once more. The Makefile calls it; nothing imports it.
 package main
 
 import (
@@ -33,6 +36,7 @@ func main() {
 	suite := flag.String("suite", "tests", "the suite's `name`")
 	out := flag.String("out", "", "`file` to write the suite's summary to")
 	verbose := flag.Bool("v", false, "also show each test that passed, as it ends")
+	lines := flag.Bool("lines", false, "show every line that a test prints, as it is printed")
 	total := flag.Bool("total", false, "add up the summaries named as arguments")
 	flag.Parse()
 
@@ -40,17 +44,21 @@ func main() {
 	if *total {
 		err = totals(os.Stdout, flag.Args())
 	} else {
-		err = run(os.Stdout, *suite, *out, *verbose, flag.Args())
+		err = run(newReport(os.Stdout, *suite, *verbose, *lines), *out, flag.Args())
 	}
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "testreport:", err)
+		// A command may tell by its status what kind of failure it was.
+		if exit := (*exec.ExitError)(nil); errors.As(err, &exit) && exit.ExitCode() > 0 {
+			os.Exit(exit.ExitCode())
+		}
 		os.Exit(1)
 	}
 }
 
 // run runs command, reports what it prints, and fails when the command or any
 // test failed.
-func run(w io.Writer, suite, out string, verbose bool, command []string) error {
+func run(r *report, out string, command []string) error {
 	if len(command) == 0 {
 		return errors.New("no command after --")
 	}
@@ -69,9 +77,9 @@ func run(w io.Writer, suite, out string, verbose bool, command []string) error {
 		return err
 	}
 
-	fmt.Fprintf(w, "=== suite %s: %v\n", suite, command)
+	suite := r.sum.Suite
+	r.printf("=== suite %s: %v\n", suite, command)
 	began := time.Now()
-	r := newReport(w, suite, verbose)
 	watch(stdout, r)
 	waitErr := cmd.Wait()
 	s := r.finish(time.Since(began), waitErr)

@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"slices"
 	"sort"
 	"strings"
 	"time"
@@ -35,16 +36,18 @@ type running struct {
 type report struct {
 	w       io.Writer
 	verbose bool
+	lines   bool      // show all output as it comes
 	printed time.Time // when anything was last printed
 	open    map[string]*running
 	builds  map[string][]byte // output of compilers, by import path
+	passed  map[string]int    // by package
 	sum     summary
 }
 
-func newReport(w io.Writer, suite string, verbose bool) *report {
+func newReport(w io.Writer, suite string, verbose, lines bool) *report {
 	return &report{
-		w: w, verbose: verbose, printed: time.Now(),
-		open: map[string]*running{}, builds: map[string][]byte{}, sum: summary{Suite: suite},
+		w: w, verbose: verbose, lines: lines, printed: time.Now(), open: map[string]*running{}, builds: map[string][]byte{},
+		passed: map[string]int{}, sum: summary{Suite: suite},
 	}
 }
 
@@ -68,6 +71,8 @@ func (r *report) line(line []byte) {
 		r.output(e)
 	case "pass", "fail", "skip":
 		r.end(e)
+	case "again":
+		r.again(e)
 	}
 }
 
@@ -97,6 +102,13 @@ func (r *report) parent(e event) *running {
 
 func (r *report) output(e event) {
 	t := r.open[key(e.Package, e.Test)]
+	if r.lines {
+		r.printf("%s", e.Output)
+		if t != nil {
+			t.output = keep(t.output, e.Output)
+		}
+		return
+	}
 	if t == nil {
 		r.printf("%s", e.Output)
 		return
@@ -141,7 +153,7 @@ func (r *report) end(e event) {
 	leaf := t.children == 0
 	switch {
 	case e.Action == "fail":
-		r.printf("%s", t.output)
+		r.late("%s", t.output)
 		if leaf || t.failures == 0 {
 			r.sum.Failed++
 			r.sum.Failures = append(r.sum.Failures, e.Package+" "+e.Test)
@@ -150,11 +162,12 @@ func (r *report) end(e event) {
 		why := reason(t.output)
 		r.sum.Skipped++
 		r.sum.Skips = append(r.sum.Skips, skip{Package: e.Package, Test: e.Test, Reason: why})
-		r.printf("--- SKIP: %s (%s)\n", e.Test, why)
+		r.late("--- SKIP: %s (%s)\n", e.Test, why)
 	case leaf:
 		r.sum.Passed++
+		r.passed[e.Package]++
 		if r.verbose {
-			r.printf("--- PASS: %s (%.2fs)\n", e.Test, e.Elapsed)
+			r.late("--- PASS: %s (%.2fs)\n", e.Test, e.Elapsed)
 		}
 	}
 }
@@ -174,7 +187,8 @@ func (r *report) endPackage(e event, t *running) {
 	sort.Strings(unfinished)
 	for _, k := range unfinished {
 		name := strings.TrimPrefix(k, key(e.Package, ""))
-		r.printf("--- FAIL: %s (did not end)\n%s", name, r.open[k].output)
+		r.printf("--- FAIL: %s (did not end)\n", name)
+		r.late("%s", r.open[k].output)
 		if r.open[k].children == 0 {
 			r.sum.Failed++
 			t.failures++
@@ -182,11 +196,30 @@ func (r *report) endPackage(e event, t *running) {
 		}
 		delete(r.open, k)
 	}
-	r.printf("%s", t.output)
+	r.late("%s", t.output)
 	if t.failures == 0 {
 		r.sum.Failed++
 		r.sum.Failures = append(r.sum.Failures, e.Package+" (the package itself)")
 	}
+}
+
+// again forgets what a package told: it is run once more.
+func (r *report) again(e event) {
+	for k := range r.open {
+		if strings.HasPrefix(k, key(e.Package, "")) {
+			delete(r.open, k)
+		}
+	}
+	r.sum.Passed -= r.passed[e.Package]
+	delete(r.passed, e.Package)
+	skips, failures := len(r.sum.Skips), len(r.sum.Failures)
+	r.sum.Skips = slices.DeleteFunc(r.sum.Skips, func(s skip) bool { return s.Package == e.Package })
+	r.sum.Failures = slices.DeleteFunc(r.sum.Failures, func(f string) bool { return strings.HasPrefix(f, e.Package+" ") })
+	r.sum.Skipped -= skips - len(r.sum.Skips)
+	r.sum.Failed -= failures - len(r.sum.Failures)
+	why := strings.TrimSpace(e.Output)
+	r.sum.Repeats = append(r.sum.Repeats, repeat{Package: e.Package, Reason: why})
+	r.printf("--- AGAIN: %s (%s)\n", e.Package, why)
 }
 
 // reason finds why a test was skipped in its output.
@@ -229,6 +262,13 @@ func (r *report) alive(now time.Time) {
 		}
 	}
 	r.printf("... %d passed so far, %s\n", r.sum.Passed, what)
+}
+
+// late prints what was kept, unless it was shown as it came.
+func (r *report) late(format string, args ...any) {
+	if !r.lines {
+		r.printf(format, args...)
+	}
 }
 
 func (r *report) printf(format string, args ...any) {

@@ -16,6 +16,12 @@ type skip struct {
 	Reason  string `json:"reason"`
 }
 
+// repeat is a package that was run again, and what had failed under it.
+type repeat struct {
+	Package string `json:"package"`
+	Reason  string `json:"reason"`
+}
+
 // summary is what is kept of one suite.
 type summary struct {
 	Suite    string   `json:"suite"`
@@ -26,6 +32,7 @@ type summary struct {
 	Seconds  float64  `json:"seconds"`
 	Failures []string `json:"failures,omitempty"`
 	Skips    []skip   `json:"skips,omitempty"`
+	Repeats  []repeat `json:"repeats,omitempty"`
 }
 
 func (s *summary) write(file string) error {
@@ -56,11 +63,18 @@ func totals(w io.Writer, files []string) error {
 		all.Skipped += s.Skipped
 		all.Failures = append(all.Failures, s.Failures...)
 		all.Skips = append(all.Skips, s.Skips...)
+		all.Repeats = append(all.Repeats, s.Repeats...)
 	}
 	if len(all.Skips) > 0 {
 		fmt.Fprintln(tw, "\nskipped\tbecause")
 		for _, s := range all.Skips {
 			fmt.Fprintf(tw, "%s %s\t%s\n", s.Package, s.Test, s.Reason)
+		}
+	}
+	if len(all.Repeats) > 0 {
+		fmt.Fprintln(tw, "\nrun again\tbecause")
+		for _, r := range all.Repeats {
+			fmt.Fprintf(tw, "%s\t%s\n", r.Package, r.Reason)
 		}
 	}
 	if err := tw.Flush(); err != nil {

@@ -1,0 +1,234 @@
+// Command run runs Cloche's drivers and their real engines in L1, a machine with
+// a working KVM and cgroup v2 (package nested): it gets the parts, builds what
+// is put in, boots one L1 for each suite and passes on what the tests print.
+// `make e2e-firecracker` calls it, from the root of the tree, through
+// dist/testreport; with -json it prints the events of go test -json.
+//
+// Exit status: 0 all passed or was skipped with its reason; 1 tests failed, or
+// something of ours could not be built; 3 nothing of that, but an L1 failed
+// (ended without an EXIT line) and did so again when it was run once more.
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"os"
+	"os/exec"
+	"os/signal"
+	"path"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+
+	"cloche.dev/cloche/test/nested"
+)
+
+const (
+	exitFailed         = 1
+	exitUsage          = 2
+	exitInfrastructure = 3
+)
+
+type options struct {
+	part, run, only, cache string
+	gvisor, json           bool
+	parallel               int
+}
+
+func main() {
+	var o options
+	flag.StringVar(&o.part, "part", "all", "`all` or ci, the part that CI runs")
+	flag.StringVar(&o.run, "run", "", "a `regexp` of tests to run, in place of each suite's own choice")
+	flag.StringVar(&o.only, "suite", "", "run only the suites whose names begin with that `prefix`")
+	flag.BoolVar(&o.gvisor, "gvisor", true, "also run the gVisor driver's conformance there, over cgroup v2")
+	flag.BoolVar(&o.json, "json", false, "print the events of go test -json instead of lines")
+	flag.StringVar(&o.cache, "cache", "dist/nested", "`directory` of downloads, builds and logs")
+	flag.IntVar(&o.parallel, "parallel", min(2, runtime.NumCPU()), "how many L1 run at a time")
+	flag.Parse()
+	if flag.NArg() > 0 || o.part != "all" && o.part != "ci" {
+		flag.Usage()
+		os.Exit(exitUsage)
+	}
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	r := &runner{o: o, out: &printer{w: os.Stdout, json: o.json}}
+	os.Exit(status(r.all(ctx)))
+}
+
+// status prints what went wrong and returns the exit status for it.
+func status(errs []error) (status int) {
+	for _, err := range errs {
+		fmt.Fprintln(os.Stderr, "nested:", err)
+		switch {
+		case !errors.Is(err, nested.ErrNoExit):
+			status = exitFailed
+		case status == 0:
+			status = exitInfrastructure
+		}
+	}
+	return status
+}
+
+// runner runs the suites.
+type runner struct {
+	o      options
+	out    *printer
+	tools  nested.Tools
+	kernel *nested.Kernel
+	files  nested.Tree // what is in every L1
+}
+
+// all runs the suites that were asked for. Whatever can't be had skips the
+// suites that need it.
+func (r *runner) all(ctx context.Context) (errs []error) {
+	began := time.Now()
+	suites := r.choose()
+	if len(suites) == 0 {
+		return []error{errors.New("there is no such suite")}
+	}
+	suites, err := r.prepare(ctx, suites)
+	if err != nil {
+		return []error{err}
+	}
+	r.out.note("prepared in %v; %d suites, %d at a time", time.Since(began).Round(time.Second/10), len(suites), r.o.parallel)
+	errs = make([]error, len(suites))
+	free := make(chan struct{}, max(1, r.o.parallel))
+	var wg sync.WaitGroup
+	for i, s := range suites {
+		free <- struct{}{} // they begin in order
+		wg.Go(func() {
+			defer func() { <-free }()
+			errs[i] = r.suite(ctx, s)
+		})
+	}
+	wg.Wait()
+	return slices.DeleteFunc(errs, func(err error) bool { return err == nil })
+}
+
+// choose picks the suites, and what of them runs.
+func (r *runner) choose() []nested.Suite {
+	suites := nested.All()
+	if r.o.part == "ci" {
+		suites = nested.CI()
+	}
+	var chosen []nested.Suite
+	seen := map[string]bool{}
+	for _, s := range suites {
+		if r.o.only != "" && !strings.HasPrefix(s.Name, r.o.only) || !r.o.gvisor && !s.Firecracker {
+			continue
+		}
+		if r.o.run != "" {
+			if seen[s.Package] {
+				continue // it is one suite: the parts differ in what they run
+			}
+			s.Part, s.Run, s.Skip = "", r.o.run, ""
+		}
+		seen[s.Package] = true
+		chosen = append(chosen, s)
+	}
+	return chosen
+}
+
+// prepare gets the parts and builds. It returns the suites that can run.
+func (r *runner) prepare(ctx context.Context, suites []nested.Suite) ([]nested.Suite, error) {
+	var err error
+	if r.tools, err = nested.FindTools(); err != nil {
+		return r.skip(suites, err)
+	}
+	log := filepath.Join(r.o.cache, "log")
+	if err := errors.Join(os.RemoveAll(log), os.MkdirAll(log, 0o755)); err != nil {
+		return nil, err
+	}
+	debs, err := nested.KernelPackages(ctx, r.o.cache)
+	if err != nil {
+		return r.skip(suites, err)
+	}
+	if r.kernel, err = nested.UnpackKernel(ctx, debs, filepath.Join(r.o.cache, "kernel")); err != nil {
+		return nil, err
+	}
+	firecracker, err := nested.Firecracker(ctx, r.o.cache)
+	if err != nil {
+		var need, rest []nested.Suite
+		for _, s := range suites {
+			if s.Firecracker {
+				need = append(need, s)
+			} else {
+				rest = append(rest, s)
+			}
+		}
+		if _, err := r.skip(need, err); err != nil || len(rest) == 0 {
+			return nil, err
+		}
+		suites, firecracker = rest, ""
+	}
+	prebuilt := filepath.Join(r.o.cache, "prebuilt")
+	if err := nested.Prebuild(prebuilt, firecracker, r.kernel); err != nil {
+		return nil, err
+	}
+	r.describe(debs, prebuilt)
+	r.files = nested.Tree{}
+	err = errors.Join(r.files.AddDir(nested.Prebuilt, prebuilt), r.files.AddProgram("mkfs.ext4"), r.files.AddProgram("mkfs.erofs"))
+	if _, statErr := os.Stat("/etc/mke2fs.conf"); statErr == nil {
+		r.files["etc/mke2fs.conf"] = nested.Node{Host: "/etc/mke2fs.conf"}
+	}
+	built := map[string]bool{}
+	for _, s := range suites {
+		if !built[s.Package] {
+			err = errors.Join(err, build(ctx, s, r.binary(s)))
+		}
+		built[s.Package] = true
+	}
+	return suites, err
+}
+
+// skip tells that suites can't run here because err, a Missing, is missing;
+// another error is one.
+func (r *runner) skip(suites []nested.Suite, err error) ([]nested.Suite, error) {
+	var missing *nested.Missing
+	if !errors.As(err, &missing) {
+		return nil, err
+	}
+	for _, s := range suites {
+		r.out.skip(s, missing)
+	}
+	return nil, nil
+}
+
+// binary is where the tests of the suite's package are built.
+func (r *runner) binary(s nested.Suite) string {
+	return filepath.Join(r.o.cache, path.Base(s.Package)+".test")
+}
+
+func build(ctx context.Context, s nested.Suite, out string) error {
+	cmd := exec.CommandContext(ctx, "go", "test", "-c", "-trimpath", "-ldflags=-s -w", "-o", out, s.Package)
+	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
+	if msg, err := cmd.CombinedOutput(); err != nil {
+		return fmt.Errorf("build the tests of %s: %w: %s", s.Package, err, msg)
+	}
+	return nil
+}
+
+// describe prints what the run is made of, for whoever reads its log.
+func (r *runner) describe(debs []string, prebuilt string) {
+	version, _ := exec.Command(r.tools.QEMU, "--version").Output()
+	first, _, _ := strings.Cut(string(version), "\n")
+	r.out.note("%s", first)
+	files := append([]string{r.kernel.Image}, debs...)
+	entries, _ := os.ReadDir(prebuilt)
+	for _, e := range entries {
+		files = append(files, filepath.Join(prebuilt, e.Name()))
+	}
+	for _, f := range files {
+		sum, err := nested.Sum(f)
+		if err != nil {
+			sum = err.Error()
+		}
+		r.out.note("%s %s", sum, filepath.Base(f))
+	}
+}

@@ -1,0 +1,109 @@
+package nested
+
+import (
+	"fmt"
+	"regexp"
+	"slices"
+	"strings"
+	"time"
+
+	"cloche.dev/cloche/internal/node/driver/drivertest"
+)
+
+// Suite is a choice of one package's tests; it runs in an L1 of its own.
+type Suite struct {
+	Name        string // of its logs
+	Package     string // import path
+	Part        string // which part of the package's tests it is; "" where it is the only one
+	Firecracker bool   // needs the real one
+	Run         string // a -test.run
+	Skip        string // a -test.skip
+	MemoryMiB   int    // of L1; 0 is L1's default
+	Files       Tree   // in L1, beside what is in every one
+	Env         []string
+	// Time bounds the tests, as go test's own time-out, which prints where they
+	// stood. L1 itself gets a minute more.
+	Time time.Duration
+}
+
+const (
+	module      = "cloche.dev/cloche/"
+	firecracker = module + "internal/node/driver/firecracker"
+	gvisor      = module + "internal/node/driver/gvisor"
+)
+
+// batch is how many subtests one L1 runs. An L1 takes seconds to boot and now
+// and then one freezes, which costs what it has run: more than a few minutes'
+// worth shall not be lost.
+const batch = 12
+
+// smoke is the suite that shows that there is an L1 at all.
+var smoke = Suite{Name: "smoke", Package: module + "test/nested/smoke", Firecracker: true, Run: ".", Time: 10 * time.Minute}
+
+// All are what `make e2e-firecracker` runs, in that order.
+func All() []Suite {
+	return slices.Concat(
+		[]Suite{smoke},
+		batches("firecracker", firecracker, "^TestConformance$/^firecracker$", contract()),
+		[]Suite{{
+			Name: "firecracker-own", Package: firecracker, Part: "its own tests", Firecracker: true, Run: ".",
+			Skip: "^(TestConformance|TestBrokenDrivers)$", Time: time.Hour,
+		}},
+		batches("firecracker-broken", firecracker, "^TestBrokenDrivers$/^firecracker$", faults()),
+		batches("gvisor", gvisor, "^TestConformance$/^gvisor$", contract()),
+	)
+}
+
+// CI are what it runs with PART=ci: no more than 12 minutes on two processors.
+func CI() []Suite {
+	return slices.Concat(
+		[]Suite{smoke},
+		batches("firecracker", firecracker, "^TestConformance$/^firecracker$", ciFirecracker),
+		batches("gvisor", gvisor, "^TestConformance$/^gvisor$", ciGVisor),
+	)
+}
+
+// The choice for CI, with the reasons.
+var (
+	ciFirecracker = []string{"name", "pause"}
+	ciGVisor      = []string{"pause"}
+)
+
+func contract() (names []string) {
+	for _, c := range drivertest.Contract {
+		names = append(names, c.Name)
+	}
+	return names
+}
+
+func faults() (names []string) {
+	for _, f := range drivertest.Faults {
+		names = append(names, f.Name)
+	}
+	return names
+}
+
+// batches makes suites of the subtests names of parent.
+func batches(name, pkg, parent string, names []string) (suites []Suite) {
+	of := (len(names) + batch - 1) / batch
+	for some := range slices.Chunk(names, batch) {
+		quoted := make([]string, len(some))
+		for i, n := range some {
+			quoted[i] = regexp.QuoteMeta(n)
+		}
+		n := len(suites) + 1
+		suites = append(suites, Suite{
+			Name: fmt.Sprintf("%s-%d", name, n), Package: pkg, Part: fmt.Sprintf("%s %d of %d", name, n, of), Firecracker: pkg == firecracker,
+			Run: parent + "/^(" + strings.Join(quoted, "|") + ")$", Time: 45 * time.Minute,
+		})
+	}
+	return suites
+}
+
+// Title is the package as reports name it.
+func (s Suite) Title() string {
+	if s.Part == "" {
+		return s.Package
+	}
+	return s.Package + " (" + s.Part + ")"
+}

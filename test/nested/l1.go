@@ -101,6 +101,9 @@ func (l *L1) Run(ctx context.Context, j Job, w io.Writer) (status int, err error
 	if why == nil {
 		why = errors.New("QEMU ended by itself")
 	}
+	if said := complaint(filepath.Join(l.Dir, j.Name+".qemu")); said != "" {
+		why = fmt.Errorf("%w (%s)", why, said)
+	}
 	return 0, fmt.Errorf("%w: %w; %s; its console: %s", ErrNoExit, why, lastSign(text), console)
 }
 
@@ -281,6 +284,17 @@ func exitLine(console []byte) (status int, ok bool) {
 	}
 	status, err := strconv.Atoi(string(m[1]))
 	return status, err == nil
+}
+
+// complaint is the last line of QEMU's log, like that a signal ended it; its
+// warnings about the emulated processor are none.
+func complaint(log string) string {
+	text, _ := os.ReadFile(log)
+	line := lastLine(string(text))
+	if strings.Contains(line, "warning:") {
+		return ""
+	}
+	return line
 }
 
 // lastSign quotes the last thing that L1 said.

@@ -38,6 +38,10 @@ func FindTools() (Tools, error) {
 	if t.QEMU, err = exec.LookPath("qemu-system-x86_64"); err != nil {
 		return t, &Missing{"QEMU (package qemu-system-x86)", err}
 	}
+	// One that can't even do that is as good as none.
+	if err := command(context.Background(), "", t.QEMU, "--version"); err != nil {
+		return t, &Missing{"a QEMU that runs (package qemu-system-x86)", err}
+	}
 	if t.Busybox, err = exec.LookPath("busybox"); err != nil {
 		return t, &Missing{"a static busybox (package busybox-static)", err}
 	}

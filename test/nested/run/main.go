@@ -50,6 +50,7 @@ func main() {
 	flag.BoolVar(&o.json, "json", false, "print the events of go test -json instead of lines")
 	flag.StringVar(&o.cache, "cache", "dist/nested", "`directory` of downloads, builds and logs")
 	flag.IntVar(&o.parallel, "parallel", min(2, runtime.NumCPU()), "how many L1 run at a time")
+	only := flag.Bool("programs", false, "only get the real Firecracker and a kernel, and print the environment of tests that use them on this host")
 	flag.Parse()
 	if flag.NArg() > 0 || o.part != "all" && o.part != "ci" {
 		flag.Usage()
@@ -57,6 +58,12 @@ func main() {
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
+	if *only {
+		if err := programs(ctx, os.Stdout, o.cache); err != nil {
+			os.Exit(status([]error{err}))
+		}
+		return
+	}
 	r := &runner{o: o, out: &printer{w: os.Stdout, json: o.json}}
 	os.Exit(status(r.all(ctx)))
 }
@@ -141,6 +148,12 @@ func (r *runner) prepare(ctx context.Context, suites []nested.Suite) ([]nested.S
 	if r.tools, err = nested.FindTools(); err != nil {
 		return r.skip(suites, err)
 	}
+	if err := os.MkdirAll(r.o.cache, 0o755); err != nil {
+		return nil, err
+	}
+	if err := lock(r.o.cache); err != nil {
+		return nil, err
+	}
 	log := filepath.Join(r.o.cache, "log")
 	if err := errors.Join(os.RemoveAll(log), os.MkdirAll(log, 0o755)); err != nil {
 		return nil, err
@@ -185,6 +198,18 @@ func (r *runner) prepare(ctx context.Context, suites []nested.Suite) ([]nested.S
 		built[s.Package] = true
 	}
 	return suites, err
+}
+
+// lock keeps a second run out of the directory for as long as this process is.
+func lock(dir string) error {
+	fd, err := syscall.Open(filepath.Join(dir, "lock"), syscall.O_CREAT|syscall.O_RDWR|syscall.O_CLOEXEC, 0o644)
+	if err != nil {
+		return err
+	}
+	if err := syscall.Flock(fd, syscall.LOCK_EX|syscall.LOCK_NB); err != nil {
+		return fmt.Errorf("another run uses %s (-cache names another directory): %w", dir, err)
+	}
+	return nil
 }
 
 // skip tells that suites can't run here because err, a Missing, is missing;

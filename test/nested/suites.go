@@ -40,10 +40,13 @@ const batch = 12
 // smoke is the suite that shows that there is an L1 at all.
 var smoke = Suite{Name: "smoke", Package: module + "test/nested/smoke", Firecracker: true, Run: ".", Time: 10 * time.Minute}
 
+// boot is what /init does of its own, from a bad disk to a kernel's panic.
+var boot = Suite{Name: "boot", Package: module + "internal/guest/boot", Firecracker: true, Run: "Firecracker", Time: 15 * time.Minute}
+
 // All are what `make e2e-firecracker` runs, in that order.
 func All() []Suite {
 	return slices.Concat(
-		[]Suite{smoke},
+		[]Suite{smoke, boot},
 		batches("firecracker", firecracker, "^TestConformance$/^firecracker$", contract()),
 		[]Suite{{
 			Name: "firecracker-own", Package: firecracker, Part: "its own tests", Firecracker: true, Run: ".",

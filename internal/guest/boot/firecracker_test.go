@@ -230,9 +230,14 @@ func TestFirecracker(t *testing.T) {
 	x := f.link(&guestv1.SetupRequest{Hostname: "other", BootId: bootID, MachineId: strings.Repeat("ab", 16), Generation: 1})
 	first, _ := x.link.Generation()
 	for _, c := range []struct{ args, want string }{
-		{"init", guestPath + " supervisor "}, {"hostname", "other"}, {"cat /etc/mark", "from the image"},
-		{"cat /proc/sys/kernel/random/boot_id", bootID + "\n"}, {"cat /etc/machine-id", strings.Repeat("ab", 16) + "\n"},
-		{"cat /proc/self/oom_score_adj", "0\n"}, {"zombies", "0"}, {"dial 169.254.169.254:80", "done\n"},
+		{"init", guestPath + " supervisor "},
+		{"hostname", "other"},
+		{"cat /etc/mark", "from the image"},
+		{"cat /proc/sys/kernel/random/boot_id", bootID + "\n"},
+		{"cat /etc/machine-id", strings.Repeat("ab", 16) + "\n"},
+		{"cat /proc/self/oom_score_adj", "0\n"},
+		{"zombies", "0"},
+		{"dial 169.254.169.254:80", "done\n"},
 	} {
 		if out, e := x.run("root", strings.Fields(c.args)...); out != c.want || e.GetCode() != 0 {
 			t.Errorf("%s: %q, %v", c.args, out, e)

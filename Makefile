@@ -90,7 +90,7 @@ dist/chaos/cloche: $(EMBEDDED)/cloche-guest $(EMBEDDED)/cloche-gvisor
 
 .PHONY: chaos
 chaos: build dist/chaos/cloche dist/testreport ## kill everything at any time and check every answer (CHAOS_KILLS=500, CHAOS_SEED, CHAOS_TIME)
-	@$(REPORT) -v -suite chaos -out dist/test/chaos.json -- $(GOTEST) -tags clochefaults -count=1 -timeout 90m $(RUNFLAG) ./test/chaos/...
+	@$(REPORT) -lines -suite chaos -out dist/test/chaos.json -- $(GOTEST) -tags clochefaults -count=1 -timeout 90m $(RUNFLAG) ./test/chaos/...
 
 .PHONY: linear
 linear: build dist/testreport ## check random concurrent histories for linearizability (LONG=1 for 10 000 of them)

@@ -103,7 +103,7 @@ func joined(errs ...error) error {
 }
 
 func TestTinyWrites(t *testing.T) {
-	const n = 200_000
+	const n = 50_000
 	r := newRig(t, func(p *fakeProc, _ []string) {
 		for range n {
 			p.write(false, []byte("y"))

@@ -60,7 +60,7 @@ func Open(ctx context.Context, path string, now func() time.Time) (*Store, error
 	if err := f.Close(); err != nil {
 		return nil, openError(path, err)
 	}
-	w, err := sql.Open("sqlite", dsn(path, "immediate", "journal_mode(WAL)", "synchronous(FULL)", "foreign_keys(1)", cacheSize))
+	w, err := sql.Open("sqlite", dsn(path, "immediate", "journal_mode(WAL)", "synchronous(FULL)", "foreign_keys(1)", "cache_size(-512)"))
 	if err != nil {
 		return nil, openError(path, err)
 	}
@@ -68,7 +68,7 @@ func Open(ctx context.Context, path string, now func() time.Time) (*Store, error
 	if err := migrate(ctx, w, path); err != nil {
 		return nil, errors.Join(err, w.Close())
 	}
-	r, err := sql.Open("sqlite", dsn(path, "deferred", "query_only(1)", cacheSize))
+	r, err := sql.Open("sqlite", dsn(path, "deferred", "query_only(1)", "cache_size(-128)"))
 	if err != nil {
 		return nil, errors.Join(openError(path, err), w.Close())
 	}
@@ -80,10 +80,9 @@ func Open(ctx context.Context, path string, now func() time.Time) (*Store, error
 // Close ends both pools; calls under way finish first.
 func (s *Store) Close() error { return errors.Join(s.r.Close(), s.w.Close()) }
 
-// cacheSize bounds the pages that each connection keeps, in KiB: beside them the
-// kernel has the file, and a daemon is to stay small however many rows there are.
-const cacheSize = "cache_size(-512)"
-
+// dsn names the file and how a connection to it behaves. The pages that each
+// keeps (cache_size, in KiB) are few: the kernel has the file too, and a daemon is
+// to stay small however many rows there are.
 func dsn(path, txlock string, pragmas ...string) string {
 	q := url.Values{"_txlock": {txlock}, "_pragma": append([]string{"busy_timeout(5000)"}, pragmas...)}
 	return (&url.URL{Scheme: "file", Opaque: (&url.URL{Path: path}).EscapedPath(), RawQuery: q.Encode()}).String()

@@ -77,7 +77,7 @@ func allowTested(version string) error {
 // optionsFor are the options of a driver over the programs in dir.
 func optionsFor(t testing.TB, programs, dir string, nets Networks) Options {
 	t.Helper()
-	out, err := versionOf(context.Background(), filepath.Join(programs, "firecracker"))
+	out, err := installed.AskVersion(context.Background(), filepath.Join(programs, "firecracker"))
 	if err != nil {
 		t.Fatal(err)
 	}

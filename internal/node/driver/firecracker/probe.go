@@ -5,11 +5,11 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"os/exec"
 	"strings"
 	"time"
 
 	"cloche.dev/cloche/internal/node/driver"
+	"cloche.dev/cloche/internal/node/driver/firecracker/installed"
 	"cloche.dev/cloche/internal/node/driver/firecracker/vmm"
 	"cloche.dev/cloche/internal/sandbox"
 )
@@ -110,7 +110,7 @@ func (d *Driver) ready(ctx context.Context, c *driver.Capability) (plan, error) 
 // sameVersion asks both programs what they are: a record can be wrong.
 func sameVersion(ctx context.Context, p plan) error {
 	for program, path := range map[string]string{vmm.Firecracker: p.pair.Firecracker, vmm.Jailer: p.pair.Jailer} {
-		out, err := versionOf(ctx, path)
+		out, err := installed.AskVersion(ctx, path)
 		if ctx.Err() != nil {
 			return ctx.Err()
 		}
@@ -157,16 +157,3 @@ func unbooted(err error, after time.Duration) error {
 		"the kernel did not reach user space within %.1f s: KVM here can't boot Linux, or is too slow for it: %w", after.Seconds(), err).
 		WithHint("use gVisor here; in a virtual machine, ask its host for nested virtualization that can boot a kernel")
 }
-
-// versionOf runs a program for its version.
-func versionOf(ctx context.Context, path string) ([]byte, error) {
-	bounded, cancel := context.WithTimeout(ctx, versionTime)
-	defer cancel()
-	cmd := exec.CommandContext(bounded, path, "--version")
-	cmd.Dir, cmd.Env = "/", []string{"LC_ALL=C"}
-	cmd.WaitDelay = time.Second
-	return cmd.Output()
-}
-
-// versionTime bounds that.
-const versionTime = 10 * time.Second

@@ -226,7 +226,7 @@ func TestAskVersionEnds(t *testing.T) {
 			time.Sleep(time.Millisecond)
 		}
 	}()
-	if _, err := askVersion(short, path); !errors.Is(err, context.Canceled) {
+	if _, err := AskVersion(short, path); !errors.Is(err, context.Canceled) {
 		t.Error(err)
 	}
 	b, err := os.ReadFile(pid)

@@ -82,7 +82,7 @@ func (s *Store) remove(a artifact.Artifact, isNew bool) error {
 func checkPair(ctx context.Context, f, j artifact.Artifact, o PairOptions) (string, error) {
 	versions := map[string]string{}
 	for _, a := range []artifact.Artifact{f, j} {
-		out, err := askVersion(ctx, a.Path)
+		out, err := AskVersion(ctx, a.Path)
 		if err != nil {
 			return "", err
 		}
@@ -101,9 +101,9 @@ func checkPair(ctx context.Context, f, j artifact.Artifact, o PairOptions) (stri
 	return version, nil
 }
 
-// askVersion runs a program with --version and returns the beginning of what it
+// AskVersion runs a program with --version and returns the beginning of what it
 // prints.
-func askVersion(ctx context.Context, path string) ([]byte, error) {
+func AskVersion(ctx context.Context, path string) ([]byte, error) {
 	name := path[strings.LastIndexByte(path, '/')+1:]
 	asked, cancel := context.WithTimeout(ctx, versionWait)
 	defer cancel()

@@ -273,8 +273,7 @@ func (e *engine) kill(ctx context.Context, id string) error {
 	return repeat(ctx, func() error { return e.call(ctx, http.MethodPost, "/v1/kill/"+id, nil, nil) })
 }
 
-// discard has the control process forget a machine, if it runs, and removes
-// what it keeps about it.
+// discard has the control process forget a machine, if it runs.
 func (e *engine) discard(ctx context.Context, id string) error {
 	err := repeat(ctx, func() error { return e.once(ctx, http.MethodDelete, "/v1/machines/"+id, nil, nil) })
 	if err != nil && !absent(err) {

@@ -190,15 +190,19 @@ func (d *Driver) Discard(ctx context.Context, id string) error {
 	m := d.machines[id]
 	delete(d.machines, id)
 	d.mu.Unlock()
-	var engines []*engine
+	var forgot []*engine // an engine that has not forgotten it is told again the next time
 	for _, e := range d.known() {
-		if e.has(id) {
-			engines = append(engines, e)
-			errs = append(errs, e.discard(ctx, id))
+		if !e.has(id) {
+			continue
+		}
+		if err := e.discard(ctx, id); err != nil {
+			errs = append(errs, err)
+		} else {
+			forgot = append(forgot, e)
 		}
 	}
 	errs = append(errs, d.settle(ctx, id))
-	for _, e := range engines {
+	for _, e := range forgot {
 		errs = append(errs, e.sweep(id))
 	}
 	if rec, err := readRecord(d.machineDir(id)); err == nil {

@@ -123,21 +123,8 @@ func (a *app) madePair(r installed.PairRecord) error {
 }
 
 func newFirecrackerList(a *app) *cobra.Command {
-	return &cobra.Command{
-		Use: "ls", Aliases: []string{"list"}, Short: "List the versions that are installed on this host", Args: noArgs,
-		RunE: func(*cobra.Command, []string) error {
-			all, err := installed.Open(a.stateDir, nil).Pairs()
-			if err != nil {
-				return domain(err)
-			}
-			if a.json {
-				return a.printJSON(map[string]any{"items": all})
-			}
-			var rows [][]string
-			for _, r := range all {
-				rows = append(rows, []string{r.Version, currentMark(r.Current), short("sha256:" + r.Firecracker), short("sha256:" + r.Jailer), age(r.InstalledAt)})
-			}
-			return a.table([]string{"VERSION", "CURRENT", "FIRECRACKER", "JAILER", "AGE"}, rows)
-		},
-	}
+	return listInstalled(a, "List the versions that are installed on this host", (*installed.Store).Pairs,
+		[]string{"VERSION", "CURRENT", "FIRECRACKER", "JAILER", "AGE"}, func(r installed.ListedPair) []string {
+			return []string{r.Version, currentMark(r.Current), short("sha256:" + r.Firecracker), short("sha256:" + r.Jailer), age(r.InstalledAt)}
+		})
 }

@@ -155,25 +155,33 @@ func (a *app) madeKernel(r installed.KernelRecord, loads []string) error {
 }
 
 func newKernelList(a *app) *cobra.Command {
+	return listInstalled(a, "List the kernels that are installed on this host", (*installed.Store).Kernels,
+		[]string{"KERNEL", "CURRENT", "VMLINUX", "MODULES", "AGE"}, func(r installed.ListedKernel) []string {
+			modules := "-"
+			if r.Modules != "" {
+				modules = short("sha256:" + r.Modules)
+			}
+			return []string{r.Name, currentMark(r.Current), short("sha256:" + r.Vmlinux), modules, age(r.InstalledAt)}
+		})
+}
+
+// listInstalled is the command that lists what all finds on this host, a row each.
+func listInstalled[T any](a *app, what string, all func(*installed.Store) ([]T, error), heads []string, row func(T) []string) *cobra.Command {
 	return &cobra.Command{
-		Use: "ls", Aliases: []string{"list"}, Short: "List the kernels that are installed on this host", Args: noArgs,
+		Use: "ls", Aliases: []string{"list"}, Short: what, Args: noArgs,
 		RunE: func(*cobra.Command, []string) error {
-			all, err := installed.Open(a.stateDir, nil).Kernels()
+			items, err := all(installed.Open(a.stateDir, nil))
 			if err != nil {
 				return domain(err)
 			}
 			if a.json {
-				return a.printJSON(map[string]any{"items": all})
+				return a.printJSON(map[string]any{"items": items})
 			}
 			var rows [][]string
-			for _, r := range all {
-				modules := "-"
-				if r.Modules != "" {
-					modules = short("sha256:" + r.Modules)
-				}
-				rows = append(rows, []string{r.Name, currentMark(r.Current), short("sha256:" + r.Vmlinux), modules, age(r.InstalledAt)})
+			for _, r := range items {
+				rows = append(rows, row(r))
 			}
-			return a.table([]string{"KERNEL", "CURRENT", "VMLINUX", "MODULES", "AGE"}, rows)
+			return a.table(heads, rows)
 		},
 	}
 }

@@ -29,7 +29,7 @@ var rooms = []room{
 	{"internal/guest", []string{"internal/guestapi"}},
 	{"internal/engine", []string{"internal/node/driver/gvisor/enginerpc", "internal/node/cgroup", "internal/sys"}},
 
-	{"internal/node/driver", nil},
+	{"internal/node/driver", []string{"internal/sys"}},
 	{"internal/node/driver/drivertest", []string{"internal/node/driver", "internal/node/guestlink", "internal/guestapi"}},
 	{"internal/node/driver/gvisor", []string{
 		"internal/node/driver", "internal/node/driver/gvisor/enginerpc", "internal/node/artifact", "internal/node/cgroup", "internal/sys",

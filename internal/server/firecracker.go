@@ -24,13 +24,9 @@ import (
 // addFirecracker gives the host the driver that needs KVM, which is there for
 // the machines and snapshots that it made before, whatever Options.Driver says.
 func (h *host) addFirecracker(o Options, artifacts *artifact.Store, guests *artifact.Builds, networks *netns.Manager) error {
-	guest, err := guests.Path(guests.Current())
-	if err != nil {
-		return err
-	}
 	store := installed.Open(o.StateDir, artifacts)
 	d, err := firecracker.New(firecracker.Options{
-		StateDir: o.StateDir, RunDir: o.RunDir, Pair: store.Current, ByHash: store.ByHash, Guest: guest, Networks: networks,
+		StateDir: o.StateDir, RunDir: o.RunDir, Pair: store.Current, ByHash: store.ByHash, Guest: guests.CurrentPath(), Networks: networks,
 		AllowVersion: o.allowVersion(), Log: o.Log,
 	})
 	if err != nil {
@@ -99,12 +95,7 @@ func kvmLook() string {
 // can boot.
 func ProbeFirecracker(stateDir string) func(ctx context.Context, try bool) driver.Capability {
 	return func(ctx context.Context, try bool) driver.Capability {
-		c, err := probeFirecracker(ctx, stateDir, try)
-		if err != nil {
-			e := sandbox.AsError(err)
-			return driver.Capability{Reason: e.Message, Hint: e.Hint}
-		}
-		return c
+		return told(probeFirecracker(ctx, stateDir, try))
 	}
 }
 
@@ -159,20 +150,13 @@ func probeFirecracker(ctx context.Context, stateDir string, try bool) (c driver.
 }
 
 // bootOnce probes in a directory that nothing else uses.
-func bootOnce(ctx context.Context, dir string, store *installed.Store, guests *artifact.Builds) (c driver.Capability, err error) {
-	guest, err := guests.Path(guests.Current())
-	if err != nil {
-		return c, err
-	}
+func bootOnce(ctx context.Context, dir string, store *installed.Store, guests *artifact.Builds) (driver.Capability, error) {
 	d, err := firecracker.New(firecracker.Options{
-		StateDir: dir, RunDir: filepath.Join(dir, "r"), Pair: store.Current, ByHash: store.ByHash, Guest: guest,
+		StateDir: dir, RunDir: filepath.Join(dir, "r"), Pair: store.Current, ByHash: store.ByHash, Guest: guests.CurrentPath(),
 		Networks: netns.New(filepath.Join(dir, "r", "netns")), Log: slog.New(slog.DiscardHandler),
 	})
 	if err != nil {
-		return c, err
+		return driver.Capability{}, err
 	}
-	c = d.Probe(ctx)
-	closing, cancel := context.WithTimeout(context.WithoutCancel(ctx), shutdownWait)
-	defer cancel()
-	return c, d.Close(closing)
+	return once(ctx, d)
 }

@@ -16,8 +16,10 @@ import (
 // Probe tells whether machines can run on this host, by running one in
 // directories of its own that are gone when it returns: it needs no daemon and
 // disturbs none. `cloche doctor` calls it.
-func Probe(ctx context.Context) driver.Capability {
-	c, err := probe(ctx)
+func Probe(ctx context.Context) driver.Capability { return told(probe(ctx)) }
+
+// told is what a probe found, or why there was none.
+func told(c driver.Capability, err error) driver.Capability {
 	if err != nil {
 		e := sandbox.AsError(err)
 		return driver.Capability{Reason: e.Message, Hint: e.Hint}
@@ -35,23 +37,29 @@ func probe(ctx context.Context) (c driver.Capability, err error) {
 		if err != nil {
 			return err
 		}
-		guest, err := guests.Path(guests.Current())
-		if err != nil {
-			return err
-		}
 		d, err := gvisor.New(gvisor.Options{
-			StateDir: dir, RunDir: filepath.Join(dir, "r"), Engine: engine.Path, Guest: guest,
+			StateDir: dir, RunDir: filepath.Join(dir, "r"), Engine: engine.Path, Guest: guests.CurrentPath(),
 			Networks: netns.New(filepath.Join(dir, "r", "netns")), Log: slog.New(slog.DiscardHandler),
 		})
 		if err != nil {
 			return err
 		}
-		c = d.Probe(ctx)
-		closing, cancel := context.WithTimeout(context.WithoutCancel(ctx), shutdownWait)
-		defer cancel()
-		return d.Close(closing)
+		c, err = once(ctx, d)
+		return err
 	})
 	return c, err
+}
+
+// once probes with a driver that is used for nothing else.
+func once(ctx context.Context, d interface {
+	Probe(ctx context.Context) driver.Capability
+	Close(ctx context.Context) error
+},
+) (driver.Capability, error) {
+	c := d.Probe(ctx)
+	closing, cancel := context.WithTimeout(context.WithoutCancel(ctx), shutdownWait)
+	defer cancel()
+	return c, d.Close(closing)
 }
 
 // apart runs f with a directory, and a store of artifacts in it, that are gone

@@ -219,21 +219,14 @@ func (h *host) newNode(o Options, images node.Images) error {
 	if err != nil {
 		return err
 	}
-	engine, err := engines.Path(engines.Current())
-	if err != nil {
-		return err
-	}
 	guests, err := artifacts.Builds(artifact.GuestName)
-	if err != nil {
-		return err
-	}
-	guest, err := guests.Path(guests.Current())
 	if err != nil {
 		return err
 	}
 	networks := netns.New(filepath.Join(o.RunDir, "netns"))
 	everywhere, err := gvisor.New(gvisor.Options{
-		StateDir: o.StateDir, RunDir: o.RunDir, Engine: engine, EngineByHash: engines.Path, Guest: guest, Networks: networks, Log: o.Log,
+		StateDir: o.StateDir, RunDir: o.RunDir, Engine: engines.CurrentPath(), EngineByHash: engines.Path,
+		Guest: guests.CurrentPath(), Networks: networks, Log: o.Log,
 	})
 	if err != nil {
 		return err

@@ -96,6 +96,9 @@ func (s *Store) Builds(name string) (*Builds, error) {
 // Current returns the hash of the binary for new machines.
 func (b *Builds) Current() string { return b.current.Hash }
 
+// CurrentPath returns its file.
+func (b *Builds) CurrentPath() string { return b.current.Path }
+
 // Path returns a build's file.
 func (b *Builds) Path(hash string) (string, error) {
 	a, err := b.store.Get(hash, b.current.Name)

@@ -5,17 +5,15 @@ import (
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
-	"fmt"
-	"io/fs"
 	"log/slog"
 	"os"
 	"path/filepath"
 	"strings"
-	"syscall"
 	"testing"
 	"time"
 
 	"cloche.dev/cloche/internal/node/driver"
+	"cloche.dev/cloche/internal/node/driver/drivertest"
 	"cloche.dev/cloche/internal/node/driver/firecracker/installed"
 	"cloche.dev/cloche/internal/node/driver/firecracker/vmm"
 	"cloche.dev/cloche/internal/node/netns"
@@ -282,69 +280,15 @@ func (f *fixture) nothingLeft(id string) {
 
 // leftovers looks for a machine's id wherever one might be left.
 func leftovers(d *Driver, id string) ([]string, error) {
-	var left []string
-	j := d.jail(id)
-	if there, err := j.Group().Exists(); err != nil {
-		return nil, err
-	} else if there {
-		left = append(left, "cgroup "+j.Group().Path())
-	}
-	names := []string{id, strings.ReplaceAll(id, "_", "-")}
-	err := filepath.WalkDir(d.o.StateDir, func(path string, _ fs.DirEntry, err error) error {
-		if err == nil && mentions(filepath.Base(path), names) {
-			left = append(left, path)
-		}
-		if err == nil {
-			if to, lerr := os.Readlink(path); lerr == nil && mentions(to, names) {
-				left = append(left, path+" -> "+to)
-			}
-		}
-		if os.IsNotExist(err) {
-			return nil
-		}
-		return err
-	})
+	left, err := drivertest.Traces(id, []string{id, strings.ReplaceAll(id, "_", "-")}, d.o.StateDir)
 	if err != nil {
 		return nil, err
 	}
-	mounts, err := os.ReadFile("/proc/self/mountinfo")
-	if err != nil {
-		return nil, err
+	there, err := d.jail(id).Group().Exists()
+	if there {
+		left = append(left, "cgroup "+d.jail(id).Group().Path())
 	}
-	for line := range strings.Lines(string(mounts)) {
-		if mentions(line, names) && !strings.Contains(line, "/net/"+id) { // the namespace is the suite's
-			left = append(left, "mount "+line)
-		}
-	}
-	return append(left, processesOf(names)...), nil
-}
-
-func mentions(text string, names []string) bool {
-	for _, n := range names {
-		if strings.Contains(text, n) {
-			return true
-		}
-	}
-	return false
-}
-
-// processesOf lists the processes that name the machine in their arguments or
-// their control groups.
-func processesOf(names []string) []string {
-	var found []string
-	procs, err := filepath.Glob("/proc/[0-9]*")
-	if err != nil {
-		return nil // the pattern is well-formed
-	}
-	for _, p := range procs {
-		for _, name := range []string{"cmdline", "cgroup"} {
-			data, err := os.ReadFile(filepath.Join(p, name))
-			if err == nil && mentions(string(data), names) && filepath.Base(p) != fmt.Sprint(syscall.Getpid()) {
-				found = append(found, "process "+p+" "+name)
-			}
-		}
-	}
-	return found
+	return left, err
 }
 
 // hostPIDs lists a machine's processes.

@@ -13,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"cloche.dev/cloche/internal/node/driver"
 	"cloche.dev/cloche/internal/node/driver/firecracker/jail"
 	"cloche.dev/cloche/internal/sandbox"
 )
@@ -279,13 +280,13 @@ func (f *fixture) dials(m *machine) {
 		f.t.Fatalf("dial: %v", err)
 	}
 	defer conn.Close()
-	_ = l.(*guestListener).Listener.(*net.UnixListener).SetDeadline(time.Now().Add(5 * time.Second))
+	_ = l.(*driver.GuestListener).Listener.(*net.UnixListener).SetDeadline(time.Now().Add(5 * time.Second))
 	got, err := l.Accept()
 	if err != nil {
 		f.t.Fatalf("accept: %v", err)
 	}
 	_ = got.Close()
-	_ = l.(*guestListener).Listener.(*net.UnixListener).SetDeadline(time.Time{})
+	_ = l.(*driver.GuestListener).Listener.(*net.UnixListener).SetDeadline(time.Time{})
 }
 
 // TestGuest listens where the VMM dials, again after a close and a restart.

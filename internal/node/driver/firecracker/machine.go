@@ -46,7 +46,7 @@ type machine struct {
 	rec     record
 	log     *jail.Log // nil until it is open
 	end     sandbox.End
-	guest   *guestListener
+	guest   driver.Guests
 	watched bool
 	killed  bool // by us
 	gone    bool // it was discarded: nothing of it may come back
@@ -252,39 +252,10 @@ func (m *machine) Stats(context.Context) (driver.Stats, error) {
 	return st, nil
 }
 
-// guestListener is a machine's listener; closing it makes room for the next.
-type guestListener struct {
-	net.Listener
-	m *machine
-}
-
-// Close implements net.Listener.
-func (l *guestListener) Close() error {
-	l.m.mu.Lock()
-	defer l.m.mu.Unlock()
-	if l.m.guest == l {
-		l.m.guest = nil
-	}
-	return l.Listener.Close()
-}
-
 // Guest implements driver.Machine. The socket is in the jail, for its VMM
 // alone; of what dials there only the guest's vsock is known.
 func (m *machine) Guest() (net.Listener, error) {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	if m.gone {
-		return nil, notFound(m.id)
-	}
-	if m.guest != nil {
-		return m.guest, nil
-	}
-	l, err := m.jail.Listen(agentName, m.rec.UID)
-	if err != nil {
-		return nil, err
-	}
-	m.guest = &guestListener{Listener: l, m: m}
-	return m.guest, nil
+	return m.guest.Listen(m.id, func() (net.Listener, error) { return m.jail.Listen(agentName, m.record().UID) })
 }
 
 // retire closes what is open for good: the machine is being discarded.
@@ -293,7 +264,7 @@ func (m *machine) retire() {
 	m.gone = true
 	watched := m.watched
 	m.mu.Unlock()
-	m.closeGuest()
+	m.guest.Retire()
 	if !watched { // else the watcher does, when it has read the log
 		m.letGo()
 	}
@@ -301,21 +272,12 @@ func (m *machine) retire() {
 
 // letGo closes what is open. The machine lives on.
 func (m *machine) letGo() {
-	m.closeGuest()
+	m.guest.Close()
 	m.client.Close()
 	m.mu.Lock()
 	log := m.log
 	m.mu.Unlock()
 	if log != nil {
 		log.Close()
-	}
-}
-
-func (m *machine) closeGuest() {
-	m.mu.Lock()
-	l := m.guest
-	m.mu.Unlock()
-	if l != nil {
-		_ = l.Close() // only ever says that it is closed
 	}
 }

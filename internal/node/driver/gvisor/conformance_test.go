@@ -3,15 +3,12 @@ package gvisor
 import (
 	"context"
 	"errors"
-	"fmt"
 	"io/fs"
 	"log/slog"
 	"os"
 	"path/filepath"
 	"slices"
-	"strings"
 	"sync"
-	"syscall"
 	"testing"
 
 	"cloche.dev/cloche/internal/node/driver"
@@ -119,53 +116,13 @@ func hostPIDs(d *Driver, id string) ([]int, error) {
 
 // leftovers looks for a machine's id wherever one might be left.
 func leftovers(d *Driver, id string) ([]string, error) {
-	var left []string
-	if there, err := d.group(id).Exists(); err != nil {
+	left, err := drivertest.Traces(id, []string{id}, d.o.StateDir, d.o.RunDir)
+	if err != nil {
 		return nil, err
-	} else if there {
+	}
+	there, err := d.group(id).Exists()
+	if there {
 		left = append(left, "cgroup "+d.group(id).Path())
 	}
-	for _, dir := range []string{d.o.StateDir, d.o.RunDir} {
-		err := filepath.WalkDir(dir, func(path string, _ fs.DirEntry, err error) error {
-			if err == nil && strings.Contains(filepath.Base(path), id) {
-				left = append(left, path)
-			}
-			if errors.Is(err, fs.ErrNotExist) {
-				return nil
-			}
-			return err
-		})
-		if err != nil {
-			return nil, err
-		}
-	}
-	mounts, err := os.ReadFile("/proc/self/mountinfo")
-	if err != nil {
-		return nil, err
-	}
-	for line := range strings.Lines(string(mounts)) {
-		if strings.Contains(line, id) && !strings.Contains(line, "/net/"+id) { // the namespace is the suite's
-			left = append(left, "mount "+line)
-		}
-	}
-	return append(left, processesOf(id)...), nil
-}
-
-// processesOf lists the processes that name the machine in their arguments or
-// their control groups.
-func processesOf(id string) []string {
-	var found []string
-	procs, err := filepath.Glob("/proc/[0-9]*")
-	if err != nil {
-		return nil // the pattern is well-formed
-	}
-	for _, p := range procs {
-		for _, name := range []string{"cmdline", "cgroup"} {
-			data, err := os.ReadFile(filepath.Join(p, name))
-			if err == nil && strings.Contains(string(data), id) && filepath.Base(p) != fmt.Sprint(syscall.Getpid()) {
-				found = append(found, "process "+p+" "+name)
-			}
-		}
-	}
-	return found
+	return left, err
 }

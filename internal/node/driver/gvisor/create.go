@@ -101,7 +101,7 @@ func (d *Driver) create(ctx context.Context, e *engine, req enginerpc.CreateRequ
 	}
 	rec, err := e.create(ctx, req)
 	if err != nil {
-		m.closeGuest()
+		m.guest.Close()
 		return nil, err
 	}
 	d.watch(m, rec) //nolint:contextcheck // it is watched beyond the call

@@ -85,7 +85,7 @@ func (d *Driver) Close(ctx context.Context) error {
 	d.wg.Wait()
 	d.mu.Lock()
 	for _, m := range d.machines {
-		m.closeGuest()
+		m.guest.Close()
 	}
 	d.mu.Unlock()
 	var errs []error
@@ -211,7 +211,7 @@ func (d *Driver) Discard(ctx context.Context, id string) error {
 	g := d.group(id)
 	errs = append(errs, g.Kill(ctx), g.Remove(ctx))
 	if m != nil {
-		m.retire()
+		m.guest.Retire()
 	}
 	errs = append(errs, os.RemoveAll(d.socketDir(id)), os.RemoveAll(d.machineDir(id)))
 	if err := errors.Join(errs...); err != nil {

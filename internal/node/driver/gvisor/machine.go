@@ -31,8 +31,7 @@ type machine struct {
 	mu    sync.Mutex
 	rec   enginerpc.Machine
 	end   sandbox.End
-	guest *guestListener
-	gone  bool   // it was discarded: nothing of it may come back
+	guest driver.Guests
 	disk  string // the descriptor of the overlay's file, below /proc
 }
 
@@ -175,33 +174,11 @@ func (m *machine) diskBytes() int64 {
 	return raw.Blocks * 512
 }
 
-// guestListener is a machine's listener; closing it makes room for the next.
-type guestListener struct {
-	net.Listener
-	m *machine
-}
-
-// Close implements net.Listener.
-func (l *guestListener) Close() error {
-	l.m.mu.Lock()
-	defer l.m.mu.Unlock()
-	if l.m.guest == l {
-		l.m.guest = nil
-	}
-	return l.Listener.Close()
-}
-
 // Guest implements driver.Machine. The socket is root's alone, in a directory
 // of its own that the guest sees read-only.
-func (m *machine) Guest() (net.Listener, error) {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	if m.gone {
-		return nil, notFound(m.id)
-	}
-	if m.guest != nil {
-		return m.guest, nil
-	}
+func (m *machine) Guest() (net.Listener, error) { return m.guest.Listen(m.id, m.listen) }
+
+func (m *machine) listen() (net.Listener, error) {
 	dir := filepath.Join(m.d.socketDir(m.id), "host")
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, err
@@ -218,23 +195,5 @@ func (m *machine) Guest() (net.Listener, error) {
 		_ = l.Close()
 		return nil, err
 	}
-	m.guest = &guestListener{Listener: l, m: m}
-	return m.guest, nil
-}
-
-// retire closes the listener for good.
-func (m *machine) retire() {
-	m.mu.Lock()
-	m.gone = true
-	m.mu.Unlock()
-	m.closeGuest()
-}
-
-func (m *machine) closeGuest() {
-	m.mu.Lock()
-	l := m.guest
-	m.mu.Unlock()
-	if l != nil {
-		_ = l.Close() // only ever says that it is closed
-	}
+	return l, nil
 }

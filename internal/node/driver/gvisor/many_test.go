@@ -153,7 +153,7 @@ func TestAdopt(t *testing.T) {
 		t.Fatal(r)
 	}
 	f.d.stop() // as a daemon that is killed: nothing else is said to anybody
-	m.(*machine).closeGuest()
+	m.(*machine).guest.Close()
 	_ = l.conn.Close()
 
 	restart := func(name string) driver.Machine {
@@ -178,7 +178,7 @@ func TestAdopt(t *testing.T) {
 		t.Fatal(err)
 	}
 	f.d.stop()
-	m.(*machine).closeGuest()
+	m.(*machine).guest.Close()
 	m = restart("another control process")
 	if _, err := m.Stats(context.Background()); err != nil {
 		t.Error(err)

@@ -7,8 +7,6 @@ import (
 	"io"
 	"os"
 	"path/filepath"
-	"slices"
-	"strings"
 	"time"
 
 	"cloche.dev/cloche/internal/node/driver"
@@ -26,30 +24,10 @@ func (d *Driver) Traits() driver.Traits {
 // Missing implements driver.Restorer. A disk image is gVisor's own format, but
 // any version of it reads it; a memory image is for the very engine that wrote it.
 func (d *Driver) Missing(needs sandbox.Needs) error {
-	if needs.Driver != Name {
-		return sandbox.Errorf(sandbox.FailedPrecondition, "needs_driver", "the snapshot is for the driver %q, not %q", needs.Driver, Name)
-	}
-	if needs.Engine == "" {
-		return nil
-	}
-	if _, err := d.engineFor(needs); err != nil {
+	return driver.Missing(Name, needs, func() error {
+		_, err := d.engineFor(needs)
 		return err
-	}
-	have, err := sys.CPUFeatures()
-	if err != nil {
-		return err
-	}
-	var missing []string
-	for _, f := range needs.CPU {
-		if _, ok := slices.BinarySearch(have, f); !ok {
-			missing = append(missing, f)
-		}
-	}
-	if len(missing) > 0 {
-		return sandbox.Errorf(sandbox.FailedPrecondition, "needs_cpu", "the snapshot was taken on a processor with features that this one lacks: %s", strings.Join(missing, " ")).
-			WithHint("restore it on a host like the one where it was taken")
-	}
-	return nil
+	})
 }
 
 // engineFor finds the engine that a memory image needs.

@@ -3,6 +3,7 @@ package node
 import (
 	"context"
 	"errors"
+	"time"
 
 	"cloche.dev/cloche/internal/failpoint"
 	"cloche.dev/cloche/internal/sandbox"
@@ -18,6 +19,31 @@ type call struct {
 
 // errSuperseded is why a call was cancelled for another one.
 var errSuperseded = errors.New("another operation on this sandbox has begun")
+
+// fence is the newest generation seen of a sandbox, and when.
+type fence struct {
+	generation int64
+	at         time.Time
+}
+
+// fenceKept is how long the fence of a sandbox without a machine is kept: longer
+// than any call that was made before it was raised can be on its way.
+const fenceKept = time.Hour
+
+// raise raises the fence of a sandbox, and lets go of those that protect nothing
+// any more, so that they don't pile up. The node's lock is held.
+func (n *Node) raise(id string, generation int64, now time.Time) {
+	n.fences[id] = fence{max(n.fences[id].generation, generation), now}
+	if now.Sub(n.swept) < fenceKept {
+		return
+	}
+	n.swept = now
+	for id, f := range n.fences {
+		if now.Sub(f.at) >= fenceKept && n.machines[id] == nil && n.calls[id] == nil {
+			delete(n.fences, id)
+		}
+	}
+}
 
 // enter fences and serialises the calls for one sandbox: a generation older
 // than the newest seen is refused, and a newer one cancels the call under way
@@ -42,11 +68,11 @@ func (n *Node) enterAs(ctx context.Context, id string, c *call) (context.Context
 	}
 	for {
 		n.mu.Lock()
-		if c.generation < n.fences[id] && !failpoint.Skip(failpoint.SkipFence) {
+		if c.generation < n.fences[id].generation && !failpoint.Skip(failpoint.SkipFence) {
 			n.mu.Unlock()
 			return nil, nil, sandbox.Errorf(sandbox.Conflict, "stale_generation", "a newer operation on this sandbox has begun")
 		}
-		n.fences[id] = max(n.fences[id], c.generation)
+		n.raise(id, c.generation, time.Now())
 		other := n.calls[id]
 		if other == nil {
 			var cctx context.Context

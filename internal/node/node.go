@@ -72,7 +72,8 @@ type Node struct {
 
 	mu       sync.Mutex
 	machines map[string]*machine
-	fences   map[string]int64 // newest generation seen, also of deleted machines
+	fences   map[string]fence // of machines that are, and of those that were not long ago
+	swept    time.Time        // when the latter were last looked through
 	calls    map[string]*call // the one under way for each sandbox
 	waiting  int
 	changes  changes
@@ -91,7 +92,7 @@ func New(o Options) (*Node, error) {
 	}
 	n := &Node{
 		o: o, snapshots: snapshots, drivers: map[string]driver.Driver{}, slots: make(chan struct{}, o.Concurrency),
-		adopted: make(chan struct{}), machines: map[string]*machine{}, fences: map[string]int64{}, calls: map[string]*call{}, changes: newChanges(),
+		adopted: make(chan struct{}), machines: map[string]*machine{}, fences: map[string]fence{}, calls: map[string]*call{}, changes: newChanges(),
 	}
 	for _, d := range o.Drivers {
 		n.drivers[d.Name()] = d

@@ -48,7 +48,7 @@ func (n *Node) want(m *machine, change func(*wish)) error {
 	n.mu.Lock()
 	w := m.wish
 	change(&w)
-	w.Fence = n.fences[m.id]
+	w.Fence = n.fences[m.id].generation
 	n.mu.Unlock()
 	if err := w.save(n.dir(m.id)); err != nil {
 		return err

@@ -62,7 +62,7 @@ func (n *Node) recoverOne(ctx context.Context, id string) {
 	m.wish = loadWish(n.dir(id))
 	m.ready = true
 	n.mu.Lock()
-	n.fences[id] = max(j.Request.Generation, m.wish.Fence)
+	n.raise(id, max(j.Request.Generation, m.wish.Fence), time.Now())
 	n.mu.Unlock()
 	if j.End == nil {
 		if end := n.adopt(ctx, m); end != nil {

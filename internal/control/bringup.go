@@ -136,14 +136,14 @@ const snapshotPoll = 15 * time.Second
 func (c *Control) awaitSnapshot(ctx context.Context, w work, id string) (*sandbox.Snapshot, error) {
 	for told := false; ; {
 		s, err := c.store.Snapshot(ctx, w.sb.Project, id)
-		if err != nil {
+		if err != nil && !sandbox.IsClass(err, sandbox.NotFound) {
 			return nil, read(err)
 		}
 		switch s.State {
 		case sandbox.SnapshotReady:
 			return &s, nil
 		case sandbox.SnapshotCreating:
-		default:
+		default: // or it is gone: only one that failed can go while a create needs it
 			return nil, sandbox.Errorf(sandbox.FailedPrecondition, "snapshot_failed", "the snapshot %s that it begins at could not be taken", id)
 		}
 		if !told {

@@ -207,6 +207,11 @@ func (m *machine) start(ctx context.Context, p plan) error {
 	if !p.loads() {
 		limits.MilliCPU = 1000 * (p.vcpus() + 1) // and one for the VMM's own threads
 	}
+	var err error
+	if m.tap, m.mac, err = m.d.o.Networks.Tap(ctx, m.id, m.record().UID); err != nil {
+		return err
+	}
+	m.d.at("make.tap")
 	process, err := m.jail.Start(ctx, jail.Program{
 		Firecracker: p.pair.Firecracker, Jailer: p.pair.Jailer, UID: m.record().UID, NetNS: p.spec.NetNS, Limits: limits, Console: m.d.o.Console,
 	}, m.log)
@@ -281,7 +286,7 @@ func (m *machine) boot(ctx context.Context, p plan) error {
 	}
 	cfg := vmm.Config{
 		VCPUs: p.vcpus(), MemoryMiB: p.spec.Resources.MemoryMiB, Kernel: "/vmlinux", Initrd: "/initrd", Args: args,
-		VsockCID: guestCID, VsockPath: vsockName, Entropy: true,
+		VsockCID: guestCID, VsockPath: vsockName, Entropy: true, Tap: m.tap, MAC: m.mac,
 	}
 	if p.spec.Image != noRoot {
 		cfg.Drives = []vmm.Drive{
@@ -306,6 +311,10 @@ func (m *machine) boot(ctx context.Context, p plan) error {
 		_ = reports.Close()
 		_ = m.jail.Drop(reportName, "vmlinux", "initrd") // it has read them
 	}()
+	// The VMM has it; the gateway must, before the guest runs.
+	if err := m.d.o.Networks.MoveTap(ctx, m.id); err != nil {
+		return err
+	}
 	m.d.at("make.configured")
 	if err := m.client.Start(asked); err != nil {
 		return kvmHint(err)

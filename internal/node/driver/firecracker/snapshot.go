@@ -107,6 +107,10 @@ func (m *machine) load(ctx context.Context) error {
 		}
 		return err
 	}
+	// Images of machines that had no network leave it without a VMM at it.
+	if err := m.d.o.Networks.MoveTap(ctx, m.id); err != nil {
+		return err
+	}
 	m.d.at("make.loaded")
 	// The memory stays mapped; nothing else is read again.
 	if err := m.jail.Drop(stateName, memName); err != nil {

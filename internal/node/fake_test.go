@@ -38,6 +38,9 @@ type fakeDriver struct {
 	begun     chan struct{}          // closed when one waits
 	size      int                    // bytes that an image has beside what it holds
 	at        gate
+	caches    bool                        // guests keep what they write until they sync
+	sync      func(context.Context) error // what Sync does; nil: it syncs
+	old       bool                        // agents have never heard of Sync
 }
 
 func newFakeDriver(t *testing.T) *fakeDriver {
@@ -155,6 +158,8 @@ type fakeMachine struct {
 	conns  int
 	paused bool
 	others uint64
+	cached []string // written and not on the disk yet
+	syncs  int
 	fakeImage
 }
 
@@ -229,7 +234,11 @@ func (m *fakeMachine) serve(conn net.Conn, purpose, ticket string) {
 		m.mu.Unlock()
 	}
 	mux := http.NewServeMux()
-	mux.Handle(guestv1connect.NewGuestHandler(fakeGuest{m: m}))
+	path, guest := guestv1connect.NewGuestHandler(fakeGuest{m: m})
+	mux.Handle(path, guest)
+	if m.d.old {
+		mux.Handle(guestv1connect.GuestSyncProcedure, http.NotFoundHandler())
+	}
 	srv := &http.Server{Handler: mux, ReadHeaderTimeout: time.Second, Protocols: new(http.Protocols)}
 	srv.Protocols.SetUnencryptedHTTP2(true)
 	l := &oneListener{conn: conn, gone: make(chan struct{})}

@@ -67,7 +67,8 @@ type Agent struct {
 	extra chan struct{} // tokens
 	wg    sync.WaitGroup
 
-	setting sync.Mutex // one Setup at a time: its hooks may outlive the connection it came over
+	setting sync.Mutex    // one Setup at a time: its hooks may outlive the connection it came over
+	syncing chan struct{} // the token of the one syncfs at a time
 
 	mu    sync.Mutex
 	state wire.State
@@ -78,7 +79,7 @@ type Agent struct {
 func Run(ctx context.Context, cfg Config) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	a := &Agent{cfg: cfg, super: newSuper(cfg.Supervisor), mux: http.NewServeMux(), extra: make(chan struct{}, maxExtra), setup: &guestv1.SetupRequest{}}
+	a := &Agent{cfg: cfg, super: newSuper(cfg.Supervisor), mux: http.NewServeMux(), extra: make(chan struct{}, maxExtra), syncing: make(chan struct{}, 1), setup: &guestv1.SetupRequest{}}
 	a.mux.Handle(guestv1connect.NewGuestHandler(a, connect.WithReadMaxBytes(maxRequest), connect.WithCompressMinBytes(1<<30), connect.WithInterceptors(rpcErrors{})))
 	a.oomScore(agentScore)
 	defer a.wg.Wait()

@@ -26,4 +26,5 @@ const (
 	HelloUnproven  = "hello_unproven"   // the agent never sends its proof
 	AgentOnce      = "agent_once"       // an ended agent is not started again
 	SupervisorEnds = "supervisor_ends"  // PID 1 ends half a second after its start
+	SyncIgnored    = "sync_ignored"     // Sync is answered and nothing is synced
 )

@@ -1508,6 +1508,78 @@ func (x *SessionInfo) GetProduced() uint64 {
 	return 0
 }
 
+type SyncRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SyncRequest) Reset() {
+	*x = SyncRequest{}
+	mi := &file_guest_proto_msgTypes[24]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SyncRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SyncRequest) ProtoMessage() {}
+
+func (x *SyncRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_guest_proto_msgTypes[24]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SyncRequest.ProtoReflect.Descriptor instead.
+func (*SyncRequest) Descriptor() ([]byte, []int) {
+	return file_guest_proto_rawDescGZIP(), []int{24}
+}
+
+type SyncResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SyncResponse) Reset() {
+	*x = SyncResponse{}
+	mi := &file_guest_proto_msgTypes[25]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SyncResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SyncResponse) ProtoMessage() {}
+
+func (x *SyncResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_guest_proto_msgTypes[25]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SyncResponse.ProtoReflect.Descriptor instead.
+func (*SyncResponse) Descriptor() ([]byte, []int) {
+	return file_guest_proto_rawDescGZIP(), []int{25}
+}
+
 type FileInfo struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Name          string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"` // base name
@@ -1524,7 +1596,7 @@ type FileInfo struct {
 
 func (x *FileInfo) Reset() {
 	*x = FileInfo{}
-	mi := &file_guest_proto_msgTypes[24]
+	mi := &file_guest_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1536,7 +1608,7 @@ func (x *FileInfo) String() string {
 func (*FileInfo) ProtoMessage() {}
 
 func (x *FileInfo) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[24]
+	mi := &file_guest_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1549,7 +1621,7 @@ func (x *FileInfo) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FileInfo.ProtoReflect.Descriptor instead.
 func (*FileInfo) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{24}
+	return file_guest_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *FileInfo) GetName() string {
@@ -1618,7 +1690,7 @@ type StatRequest struct {
 
 func (x *StatRequest) Reset() {
 	*x = StatRequest{}
-	mi := &file_guest_proto_msgTypes[25]
+	mi := &file_guest_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1630,7 +1702,7 @@ func (x *StatRequest) String() string {
 func (*StatRequest) ProtoMessage() {}
 
 func (x *StatRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[25]
+	mi := &file_guest_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1643,7 +1715,7 @@ func (x *StatRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatRequest.ProtoReflect.Descriptor instead.
 func (*StatRequest) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{25}
+	return file_guest_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *StatRequest) GetPath() string {
@@ -1669,7 +1741,7 @@ type StatResponse struct {
 
 func (x *StatResponse) Reset() {
 	*x = StatResponse{}
-	mi := &file_guest_proto_msgTypes[26]
+	mi := &file_guest_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1681,7 +1753,7 @@ func (x *StatResponse) String() string {
 func (*StatResponse) ProtoMessage() {}
 
 func (x *StatResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[26]
+	mi := &file_guest_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1694,7 +1766,7 @@ func (x *StatResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatResponse.ProtoReflect.Descriptor instead.
 func (*StatResponse) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{26}
+	return file_guest_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *StatResponse) GetInfo() *FileInfo {
@@ -1713,7 +1785,7 @@ type ListRequest struct {
 
 func (x *ListRequest) Reset() {
 	*x = ListRequest{}
-	mi := &file_guest_proto_msgTypes[27]
+	mi := &file_guest_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1725,7 +1797,7 @@ func (x *ListRequest) String() string {
 func (*ListRequest) ProtoMessage() {}
 
 func (x *ListRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[27]
+	mi := &file_guest_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1738,7 +1810,7 @@ func (x *ListRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListRequest.ProtoReflect.Descriptor instead.
 func (*ListRequest) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{27}
+	return file_guest_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *ListRequest) GetPath() string {
@@ -1757,7 +1829,7 @@ type ListResponse struct {
 
 func (x *ListResponse) Reset() {
 	*x = ListResponse{}
-	mi := &file_guest_proto_msgTypes[28]
+	mi := &file_guest_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1769,7 +1841,7 @@ func (x *ListResponse) String() string {
 func (*ListResponse) ProtoMessage() {}
 
 func (x *ListResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[28]
+	mi := &file_guest_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1782,7 +1854,7 @@ func (x *ListResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListResponse.ProtoReflect.Descriptor instead.
 func (*ListResponse) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{28}
+	return file_guest_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *ListResponse) GetEntries() []*FileInfo {
@@ -1804,7 +1876,7 @@ type MkdirRequest struct {
 
 func (x *MkdirRequest) Reset() {
 	*x = MkdirRequest{}
-	mi := &file_guest_proto_msgTypes[29]
+	mi := &file_guest_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1816,7 +1888,7 @@ func (x *MkdirRequest) String() string {
 func (*MkdirRequest) ProtoMessage() {}
 
 func (x *MkdirRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[29]
+	mi := &file_guest_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1829,7 +1901,7 @@ func (x *MkdirRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MkdirRequest.ProtoReflect.Descriptor instead.
 func (*MkdirRequest) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{29}
+	return file_guest_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *MkdirRequest) GetPath() string {
@@ -1868,7 +1940,7 @@ type MkdirResponse struct {
 
 func (x *MkdirResponse) Reset() {
 	*x = MkdirResponse{}
-	mi := &file_guest_proto_msgTypes[30]
+	mi := &file_guest_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1880,7 +1952,7 @@ func (x *MkdirResponse) String() string {
 func (*MkdirResponse) ProtoMessage() {}
 
 func (x *MkdirResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[30]
+	mi := &file_guest_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1893,7 +1965,7 @@ func (x *MkdirResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MkdirResponse.ProtoReflect.Descriptor instead.
 func (*MkdirResponse) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{30}
+	return file_guest_proto_rawDescGZIP(), []int{32}
 }
 
 type MoveRequest struct {
@@ -1906,7 +1978,7 @@ type MoveRequest struct {
 
 func (x *MoveRequest) Reset() {
 	*x = MoveRequest{}
-	mi := &file_guest_proto_msgTypes[31]
+	mi := &file_guest_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1918,7 +1990,7 @@ func (x *MoveRequest) String() string {
 func (*MoveRequest) ProtoMessage() {}
 
 func (x *MoveRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[31]
+	mi := &file_guest_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1931,7 +2003,7 @@ func (x *MoveRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MoveRequest.ProtoReflect.Descriptor instead.
 func (*MoveRequest) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{31}
+	return file_guest_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *MoveRequest) GetFrom() string {
@@ -1956,7 +2028,7 @@ type MoveResponse struct {
 
 func (x *MoveResponse) Reset() {
 	*x = MoveResponse{}
-	mi := &file_guest_proto_msgTypes[32]
+	mi := &file_guest_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1968,7 +2040,7 @@ func (x *MoveResponse) String() string {
 func (*MoveResponse) ProtoMessage() {}
 
 func (x *MoveResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[32]
+	mi := &file_guest_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1981,7 +2053,7 @@ func (x *MoveResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MoveResponse.ProtoReflect.Descriptor instead.
 func (*MoveResponse) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{32}
+	return file_guest_proto_rawDescGZIP(), []int{34}
 }
 
 type RemoveRequest struct {
@@ -1994,7 +2066,7 @@ type RemoveRequest struct {
 
 func (x *RemoveRequest) Reset() {
 	*x = RemoveRequest{}
-	mi := &file_guest_proto_msgTypes[33]
+	mi := &file_guest_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2006,7 +2078,7 @@ func (x *RemoveRequest) String() string {
 func (*RemoveRequest) ProtoMessage() {}
 
 func (x *RemoveRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[33]
+	mi := &file_guest_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2019,7 +2091,7 @@ func (x *RemoveRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RemoveRequest.ProtoReflect.Descriptor instead.
 func (*RemoveRequest) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{33}
+	return file_guest_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *RemoveRequest) GetPath() string {
@@ -2044,7 +2116,7 @@ type RemoveResponse struct {
 
 func (x *RemoveResponse) Reset() {
 	*x = RemoveResponse{}
-	mi := &file_guest_proto_msgTypes[34]
+	mi := &file_guest_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2056,7 +2128,7 @@ func (x *RemoveResponse) String() string {
 func (*RemoveResponse) ProtoMessage() {}
 
 func (x *RemoveResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[34]
+	mi := &file_guest_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2069,7 +2141,7 @@ func (x *RemoveResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RemoveResponse.ProtoReflect.Descriptor instead.
 func (*RemoveResponse) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{34}
+	return file_guest_proto_rawDescGZIP(), []int{36}
 }
 
 type Chunk struct {
@@ -2081,7 +2153,7 @@ type Chunk struct {
 
 func (x *Chunk) Reset() {
 	*x = Chunk{}
-	mi := &file_guest_proto_msgTypes[35]
+	mi := &file_guest_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2093,7 +2165,7 @@ func (x *Chunk) String() string {
 func (*Chunk) ProtoMessage() {}
 
 func (x *Chunk) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[35]
+	mi := &file_guest_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2106,7 +2178,7 @@ func (x *Chunk) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Chunk.ProtoReflect.Descriptor instead.
 func (*Chunk) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{35}
+	return file_guest_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *Chunk) GetData() []byte {
@@ -2128,7 +2200,7 @@ type ReadRequest struct {
 
 func (x *ReadRequest) Reset() {
 	*x = ReadRequest{}
-	mi := &file_guest_proto_msgTypes[36]
+	mi := &file_guest_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2140,7 +2212,7 @@ func (x *ReadRequest) String() string {
 func (*ReadRequest) ProtoMessage() {}
 
 func (x *ReadRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[36]
+	mi := &file_guest_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2153,7 +2225,7 @@ func (x *ReadRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadRequest.ProtoReflect.Descriptor instead.
 func (*ReadRequest) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{36}
+	return file_guest_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *ReadRequest) GetPath() string {
@@ -2194,7 +2266,7 @@ type WriteRequest struct {
 
 func (x *WriteRequest) Reset() {
 	*x = WriteRequest{}
-	mi := &file_guest_proto_msgTypes[37]
+	mi := &file_guest_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2206,7 +2278,7 @@ func (x *WriteRequest) String() string {
 func (*WriteRequest) ProtoMessage() {}
 
 func (x *WriteRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[37]
+	mi := &file_guest_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2219,7 +2291,7 @@ func (x *WriteRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WriteRequest.ProtoReflect.Descriptor instead.
 func (*WriteRequest) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{37}
+	return file_guest_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *WriteRequest) GetOpen() *WriteOpen {
@@ -2251,7 +2323,7 @@ type WriteOpen struct {
 
 func (x *WriteOpen) Reset() {
 	*x = WriteOpen{}
-	mi := &file_guest_proto_msgTypes[38]
+	mi := &file_guest_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2263,7 +2335,7 @@ func (x *WriteOpen) String() string {
 func (*WriteOpen) ProtoMessage() {}
 
 func (x *WriteOpen) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[38]
+	mi := &file_guest_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2276,7 +2348,7 @@ func (x *WriteOpen) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WriteOpen.ProtoReflect.Descriptor instead.
 func (*WriteOpen) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{38}
+	return file_guest_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *WriteOpen) GetPath() string {
@@ -2330,7 +2402,7 @@ type WriteResponse struct {
 
 func (x *WriteResponse) Reset() {
 	*x = WriteResponse{}
-	mi := &file_guest_proto_msgTypes[39]
+	mi := &file_guest_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2342,7 +2414,7 @@ func (x *WriteResponse) String() string {
 func (*WriteResponse) ProtoMessage() {}
 
 func (x *WriteResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[39]
+	mi := &file_guest_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2355,7 +2427,7 @@ func (x *WriteResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WriteResponse.ProtoReflect.Descriptor instead.
 func (*WriteResponse) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{39}
+	return file_guest_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *WriteResponse) GetWritten() uint64 {
@@ -2374,7 +2446,7 @@ type TarOutRequest struct {
 
 func (x *TarOutRequest) Reset() {
 	*x = TarOutRequest{}
-	mi := &file_guest_proto_msgTypes[40]
+	mi := &file_guest_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2386,7 +2458,7 @@ func (x *TarOutRequest) String() string {
 func (*TarOutRequest) ProtoMessage() {}
 
 func (x *TarOutRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[40]
+	mi := &file_guest_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2399,7 +2471,7 @@ func (x *TarOutRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TarOutRequest.ProtoReflect.Descriptor instead.
 func (*TarOutRequest) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{40}
+	return file_guest_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *TarOutRequest) GetPath() string {
@@ -2419,7 +2491,7 @@ type TarInRequest struct {
 
 func (x *TarInRequest) Reset() {
 	*x = TarInRequest{}
-	mi := &file_guest_proto_msgTypes[41]
+	mi := &file_guest_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2431,7 +2503,7 @@ func (x *TarInRequest) String() string {
 func (*TarInRequest) ProtoMessage() {}
 
 func (x *TarInRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[41]
+	mi := &file_guest_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2444,7 +2516,7 @@ func (x *TarInRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TarInRequest.ProtoReflect.Descriptor instead.
 func (*TarInRequest) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{41}
+	return file_guest_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *TarInRequest) GetOpen() *TarInOpen {
@@ -2471,7 +2543,7 @@ type TarInOpen struct {
 
 func (x *TarInOpen) Reset() {
 	*x = TarInOpen{}
-	mi := &file_guest_proto_msgTypes[42]
+	mi := &file_guest_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2483,7 +2555,7 @@ func (x *TarInOpen) String() string {
 func (*TarInOpen) ProtoMessage() {}
 
 func (x *TarInOpen) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[42]
+	mi := &file_guest_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2496,7 +2568,7 @@ func (x *TarInOpen) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TarInOpen.ProtoReflect.Descriptor instead.
 func (*TarInOpen) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{42}
+	return file_guest_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *TarInOpen) GetPath() string {
@@ -2522,7 +2594,7 @@ type TarInResponse struct {
 
 func (x *TarInResponse) Reset() {
 	*x = TarInResponse{}
-	mi := &file_guest_proto_msgTypes[43]
+	mi := &file_guest_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2534,7 +2606,7 @@ func (x *TarInResponse) String() string {
 func (*TarInResponse) ProtoMessage() {}
 
 func (x *TarInResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[43]
+	mi := &file_guest_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2547,7 +2619,7 @@ func (x *TarInResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TarInResponse.ProtoReflect.Descriptor instead.
 func (*TarInResponse) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{43}
+	return file_guest_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *TarInResponse) GetEntries() uint64 {
@@ -2568,7 +2640,7 @@ type TunnelRequest struct {
 
 func (x *TunnelRequest) Reset() {
 	*x = TunnelRequest{}
-	mi := &file_guest_proto_msgTypes[44]
+	mi := &file_guest_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2580,7 +2652,7 @@ func (x *TunnelRequest) String() string {
 func (*TunnelRequest) ProtoMessage() {}
 
 func (x *TunnelRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[44]
+	mi := &file_guest_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2593,7 +2665,7 @@ func (x *TunnelRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TunnelRequest.ProtoReflect.Descriptor instead.
 func (*TunnelRequest) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{44}
+	return file_guest_proto_rawDescGZIP(), []int{46}
 }
 
 func (x *TunnelRequest) GetAddress() string {
@@ -2733,7 +2805,9 @@ const file_guest_proto_rawDesc = "" +
 	"\x03pid\x18\x02 \x01(\x03R\x03pid\x12\x16\n" +
 	"\x06exited\x18\x03 \x01(\bR\x06exited\x12\x14\n" +
 	"\x05acked\x18\x04 \x01(\x04R\x05acked\x12\x1a\n" +
-	"\bproduced\x18\x05 \x01(\x04R\bproduced\"\xbe\x01\n" +
+	"\bproduced\x18\x05 \x01(\x04R\bproduced\"\r\n" +
+	"\vSyncRequest\"\x0e\n" +
+	"\fSyncResponse\"\xbe\x01\n" +
 	"\bFileInfo\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x12\n" +
 	"\x04type\x18\x02 \x01(\tR\x04type\x12\x12\n" +
@@ -2799,8 +2873,7 @@ const file_guest_proto_rawDesc = "" +
 	"\aaddress\x18\x01 \x01(\tR\aaddress\x12\x12\n" +
 	"\x04data\x18\x02 \x01(\fR\x04data\x12\x1f\n" +
 	"\vclose_write\x18\x03 \x01(\bR\n" +
-	"closeWrite2\xe2\n" +
-	"\n" +
+	"closeWrite2\xa7\v\n" +
 	"\x05Guest\x12F\n" +
 	"\x05Setup\x12\x1d.cloche.guest.v1.SetupRequest\x1a\x1e.cloche.guest.v1.SetupResponse\x12R\n" +
 	"\tOpenExtra\x12!.cloche.guest.v1.OpenExtraRequest\x1a\".cloche.guest.v1.OpenExtraResponse\x12F\n" +
@@ -2811,6 +2884,7 @@ const file_guest_proto_rawDesc = "" +
 	"\x06Signal\x12\x1e.cloche.guest.v1.SignalRequest\x1a\x1f.cloche.guest.v1.SignalResponse\x12I\n" +
 	"\x06Resize\x12\x1e.cloche.guest.v1.ResizeRequest\x1a\x1f.cloche.guest.v1.ResizeResponse\x12O\n" +
 	"\bSessions\x12 .cloche.guest.v1.SessionsRequest\x1a!.cloche.guest.v1.SessionsResponse\x12C\n" +
+	"\x04Sync\x12\x1c.cloche.guest.v1.SyncRequest\x1a\x1d.cloche.guest.v1.SyncResponse\x12C\n" +
 	"\x04Stat\x12\x1c.cloche.guest.v1.StatRequest\x1a\x1d.cloche.guest.v1.StatResponse\x12E\n" +
 	"\x04List\x12\x1c.cloche.guest.v1.ListRequest\x1a\x1d.cloche.guest.v1.ListResponse0\x01\x12F\n" +
 	"\x05Mkdir\x12\x1d.cloche.guest.v1.MkdirRequest\x1a\x1e.cloche.guest.v1.MkdirResponse\x12C\n" +
@@ -2834,7 +2908,7 @@ func file_guest_proto_rawDescGZIP() []byte {
 	return file_guest_proto_rawDescData
 }
 
-var file_guest_proto_msgTypes = make([]protoimpl.MessageInfo, 47)
+var file_guest_proto_msgTypes = make([]protoimpl.MessageInfo, 49)
 var file_guest_proto_goTypes = []any{
 	(*Hello)(nil),             // 0: cloche.guest.v1.Hello
 	(*HelloAnswer)(nil),       // 1: cloche.guest.v1.HelloAnswer
@@ -2860,42 +2934,44 @@ var file_guest_proto_goTypes = []any{
 	(*SessionsRequest)(nil),   // 21: cloche.guest.v1.SessionsRequest
 	(*SessionsResponse)(nil),  // 22: cloche.guest.v1.SessionsResponse
 	(*SessionInfo)(nil),       // 23: cloche.guest.v1.SessionInfo
-	(*FileInfo)(nil),          // 24: cloche.guest.v1.FileInfo
-	(*StatRequest)(nil),       // 25: cloche.guest.v1.StatRequest
-	(*StatResponse)(nil),      // 26: cloche.guest.v1.StatResponse
-	(*ListRequest)(nil),       // 27: cloche.guest.v1.ListRequest
-	(*ListResponse)(nil),      // 28: cloche.guest.v1.ListResponse
-	(*MkdirRequest)(nil),      // 29: cloche.guest.v1.MkdirRequest
-	(*MkdirResponse)(nil),     // 30: cloche.guest.v1.MkdirResponse
-	(*MoveRequest)(nil),       // 31: cloche.guest.v1.MoveRequest
-	(*MoveResponse)(nil),      // 32: cloche.guest.v1.MoveResponse
-	(*RemoveRequest)(nil),     // 33: cloche.guest.v1.RemoveRequest
-	(*RemoveResponse)(nil),    // 34: cloche.guest.v1.RemoveResponse
-	(*Chunk)(nil),             // 35: cloche.guest.v1.Chunk
-	(*ReadRequest)(nil),       // 36: cloche.guest.v1.ReadRequest
-	(*WriteRequest)(nil),      // 37: cloche.guest.v1.WriteRequest
-	(*WriteOpen)(nil),         // 38: cloche.guest.v1.WriteOpen
-	(*WriteResponse)(nil),     // 39: cloche.guest.v1.WriteResponse
-	(*TarOutRequest)(nil),     // 40: cloche.guest.v1.TarOutRequest
-	(*TarInRequest)(nil),      // 41: cloche.guest.v1.TarInRequest
-	(*TarInOpen)(nil),         // 42: cloche.guest.v1.TarInOpen
-	(*TarInResponse)(nil),     // 43: cloche.guest.v1.TarInResponse
-	(*TunnelRequest)(nil),     // 44: cloche.guest.v1.TunnelRequest
-	nil,                       // 45: cloche.guest.v1.SetupRequest.EnvEntry
-	nil,                       // 46: cloche.guest.v1.StartRequest.EnvEntry
+	(*SyncRequest)(nil),       // 24: cloche.guest.v1.SyncRequest
+	(*SyncResponse)(nil),      // 25: cloche.guest.v1.SyncResponse
+	(*FileInfo)(nil),          // 26: cloche.guest.v1.FileInfo
+	(*StatRequest)(nil),       // 27: cloche.guest.v1.StatRequest
+	(*StatResponse)(nil),      // 28: cloche.guest.v1.StatResponse
+	(*ListRequest)(nil),       // 29: cloche.guest.v1.ListRequest
+	(*ListResponse)(nil),      // 30: cloche.guest.v1.ListResponse
+	(*MkdirRequest)(nil),      // 31: cloche.guest.v1.MkdirRequest
+	(*MkdirResponse)(nil),     // 32: cloche.guest.v1.MkdirResponse
+	(*MoveRequest)(nil),       // 33: cloche.guest.v1.MoveRequest
+	(*MoveResponse)(nil),      // 34: cloche.guest.v1.MoveResponse
+	(*RemoveRequest)(nil),     // 35: cloche.guest.v1.RemoveRequest
+	(*RemoveResponse)(nil),    // 36: cloche.guest.v1.RemoveResponse
+	(*Chunk)(nil),             // 37: cloche.guest.v1.Chunk
+	(*ReadRequest)(nil),       // 38: cloche.guest.v1.ReadRequest
+	(*WriteRequest)(nil),      // 39: cloche.guest.v1.WriteRequest
+	(*WriteOpen)(nil),         // 40: cloche.guest.v1.WriteOpen
+	(*WriteResponse)(nil),     // 41: cloche.guest.v1.WriteResponse
+	(*TarOutRequest)(nil),     // 42: cloche.guest.v1.TarOutRequest
+	(*TarInRequest)(nil),      // 43: cloche.guest.v1.TarInRequest
+	(*TarInOpen)(nil),         // 44: cloche.guest.v1.TarInOpen
+	(*TarInResponse)(nil),     // 45: cloche.guest.v1.TarInResponse
+	(*TunnelRequest)(nil),     // 46: cloche.guest.v1.TunnelRequest
+	nil,                       // 47: cloche.guest.v1.SetupRequest.EnvEntry
+	nil,                       // 48: cloche.guest.v1.StartRequest.EnvEntry
 }
 var file_guest_proto_depIdxs = []int32{
-	45, // 0: cloche.guest.v1.SetupRequest.env:type_name -> cloche.guest.v1.SetupRequest.EnvEntry
+	47, // 0: cloche.guest.v1.SetupRequest.env:type_name -> cloche.guest.v1.SetupRequest.EnvEntry
 	4,  // 1: cloche.guest.v1.SetupResponse.hooks:type_name -> cloche.guest.v1.HookResult
-	46, // 2: cloche.guest.v1.StartRequest.env:type_name -> cloche.guest.v1.StartRequest.EnvEntry
+	48, // 2: cloche.guest.v1.StartRequest.env:type_name -> cloche.guest.v1.StartRequest.EnvEntry
 	7,  // 3: cloche.guest.v1.StartRequest.tty:type_name -> cloche.guest.v1.WindowSize
 	12, // 4: cloche.guest.v1.Event.exit:type_name -> cloche.guest.v1.Exit
 	7,  // 5: cloche.guest.v1.ResizeRequest.size:type_name -> cloche.guest.v1.WindowSize
 	23, // 6: cloche.guest.v1.SessionsResponse.sessions:type_name -> cloche.guest.v1.SessionInfo
-	24, // 7: cloche.guest.v1.StatResponse.info:type_name -> cloche.guest.v1.FileInfo
-	24, // 8: cloche.guest.v1.ListResponse.entries:type_name -> cloche.guest.v1.FileInfo
-	38, // 9: cloche.guest.v1.WriteRequest.open:type_name -> cloche.guest.v1.WriteOpen
-	42, // 10: cloche.guest.v1.TarInRequest.open:type_name -> cloche.guest.v1.TarInOpen
+	26, // 7: cloche.guest.v1.StatResponse.info:type_name -> cloche.guest.v1.FileInfo
+	26, // 8: cloche.guest.v1.ListResponse.entries:type_name -> cloche.guest.v1.FileInfo
+	40, // 9: cloche.guest.v1.WriteRequest.open:type_name -> cloche.guest.v1.WriteOpen
+	44, // 10: cloche.guest.v1.TarInRequest.open:type_name -> cloche.guest.v1.TarInOpen
 	2,  // 11: cloche.guest.v1.Guest.Setup:input_type -> cloche.guest.v1.SetupRequest
 	5,  // 12: cloche.guest.v1.Guest.OpenExtra:input_type -> cloche.guest.v1.OpenExtraRequest
 	8,  // 13: cloche.guest.v1.Guest.Start:input_type -> cloche.guest.v1.StartRequest
@@ -2905,37 +2981,39 @@ var file_guest_proto_depIdxs = []int32{
 	17, // 17: cloche.guest.v1.Guest.Signal:input_type -> cloche.guest.v1.SignalRequest
 	19, // 18: cloche.guest.v1.Guest.Resize:input_type -> cloche.guest.v1.ResizeRequest
 	21, // 19: cloche.guest.v1.Guest.Sessions:input_type -> cloche.guest.v1.SessionsRequest
-	25, // 20: cloche.guest.v1.Guest.Stat:input_type -> cloche.guest.v1.StatRequest
-	27, // 21: cloche.guest.v1.Guest.List:input_type -> cloche.guest.v1.ListRequest
-	29, // 22: cloche.guest.v1.Guest.Mkdir:input_type -> cloche.guest.v1.MkdirRequest
-	31, // 23: cloche.guest.v1.Guest.Move:input_type -> cloche.guest.v1.MoveRequest
-	33, // 24: cloche.guest.v1.Guest.Remove:input_type -> cloche.guest.v1.RemoveRequest
-	36, // 25: cloche.guest.v1.Guest.Read:input_type -> cloche.guest.v1.ReadRequest
-	37, // 26: cloche.guest.v1.Guest.Write:input_type -> cloche.guest.v1.WriteRequest
-	40, // 27: cloche.guest.v1.Guest.TarOut:input_type -> cloche.guest.v1.TarOutRequest
-	41, // 28: cloche.guest.v1.Guest.TarIn:input_type -> cloche.guest.v1.TarInRequest
-	44, // 29: cloche.guest.v1.Guest.Tunnel:input_type -> cloche.guest.v1.TunnelRequest
-	3,  // 30: cloche.guest.v1.Guest.Setup:output_type -> cloche.guest.v1.SetupResponse
-	6,  // 31: cloche.guest.v1.Guest.OpenExtra:output_type -> cloche.guest.v1.OpenExtraResponse
-	9,  // 32: cloche.guest.v1.Guest.Start:output_type -> cloche.guest.v1.StartResponse
-	11, // 33: cloche.guest.v1.Guest.Follow:output_type -> cloche.guest.v1.Event
-	14, // 34: cloche.guest.v1.Guest.Ack:output_type -> cloche.guest.v1.AckResponse
-	16, // 35: cloche.guest.v1.Guest.Stdin:output_type -> cloche.guest.v1.StdinResponse
-	18, // 36: cloche.guest.v1.Guest.Signal:output_type -> cloche.guest.v1.SignalResponse
-	20, // 37: cloche.guest.v1.Guest.Resize:output_type -> cloche.guest.v1.ResizeResponse
-	22, // 38: cloche.guest.v1.Guest.Sessions:output_type -> cloche.guest.v1.SessionsResponse
-	26, // 39: cloche.guest.v1.Guest.Stat:output_type -> cloche.guest.v1.StatResponse
-	28, // 40: cloche.guest.v1.Guest.List:output_type -> cloche.guest.v1.ListResponse
-	30, // 41: cloche.guest.v1.Guest.Mkdir:output_type -> cloche.guest.v1.MkdirResponse
-	32, // 42: cloche.guest.v1.Guest.Move:output_type -> cloche.guest.v1.MoveResponse
-	34, // 43: cloche.guest.v1.Guest.Remove:output_type -> cloche.guest.v1.RemoveResponse
-	35, // 44: cloche.guest.v1.Guest.Read:output_type -> cloche.guest.v1.Chunk
-	39, // 45: cloche.guest.v1.Guest.Write:output_type -> cloche.guest.v1.WriteResponse
-	35, // 46: cloche.guest.v1.Guest.TarOut:output_type -> cloche.guest.v1.Chunk
-	43, // 47: cloche.guest.v1.Guest.TarIn:output_type -> cloche.guest.v1.TarInResponse
-	35, // 48: cloche.guest.v1.Guest.Tunnel:output_type -> cloche.guest.v1.Chunk
-	30, // [30:49] is the sub-list for method output_type
-	11, // [11:30] is the sub-list for method input_type
+	24, // 20: cloche.guest.v1.Guest.Sync:input_type -> cloche.guest.v1.SyncRequest
+	27, // 21: cloche.guest.v1.Guest.Stat:input_type -> cloche.guest.v1.StatRequest
+	29, // 22: cloche.guest.v1.Guest.List:input_type -> cloche.guest.v1.ListRequest
+	31, // 23: cloche.guest.v1.Guest.Mkdir:input_type -> cloche.guest.v1.MkdirRequest
+	33, // 24: cloche.guest.v1.Guest.Move:input_type -> cloche.guest.v1.MoveRequest
+	35, // 25: cloche.guest.v1.Guest.Remove:input_type -> cloche.guest.v1.RemoveRequest
+	38, // 26: cloche.guest.v1.Guest.Read:input_type -> cloche.guest.v1.ReadRequest
+	39, // 27: cloche.guest.v1.Guest.Write:input_type -> cloche.guest.v1.WriteRequest
+	42, // 28: cloche.guest.v1.Guest.TarOut:input_type -> cloche.guest.v1.TarOutRequest
+	43, // 29: cloche.guest.v1.Guest.TarIn:input_type -> cloche.guest.v1.TarInRequest
+	46, // 30: cloche.guest.v1.Guest.Tunnel:input_type -> cloche.guest.v1.TunnelRequest
+	3,  // 31: cloche.guest.v1.Guest.Setup:output_type -> cloche.guest.v1.SetupResponse
+	6,  // 32: cloche.guest.v1.Guest.OpenExtra:output_type -> cloche.guest.v1.OpenExtraResponse
+	9,  // 33: cloche.guest.v1.Guest.Start:output_type -> cloche.guest.v1.StartResponse
+	11, // 34: cloche.guest.v1.Guest.Follow:output_type -> cloche.guest.v1.Event
+	14, // 35: cloche.guest.v1.Guest.Ack:output_type -> cloche.guest.v1.AckResponse
+	16, // 36: cloche.guest.v1.Guest.Stdin:output_type -> cloche.guest.v1.StdinResponse
+	18, // 37: cloche.guest.v1.Guest.Signal:output_type -> cloche.guest.v1.SignalResponse
+	20, // 38: cloche.guest.v1.Guest.Resize:output_type -> cloche.guest.v1.ResizeResponse
+	22, // 39: cloche.guest.v1.Guest.Sessions:output_type -> cloche.guest.v1.SessionsResponse
+	25, // 40: cloche.guest.v1.Guest.Sync:output_type -> cloche.guest.v1.SyncResponse
+	28, // 41: cloche.guest.v1.Guest.Stat:output_type -> cloche.guest.v1.StatResponse
+	30, // 42: cloche.guest.v1.Guest.List:output_type -> cloche.guest.v1.ListResponse
+	32, // 43: cloche.guest.v1.Guest.Mkdir:output_type -> cloche.guest.v1.MkdirResponse
+	34, // 44: cloche.guest.v1.Guest.Move:output_type -> cloche.guest.v1.MoveResponse
+	36, // 45: cloche.guest.v1.Guest.Remove:output_type -> cloche.guest.v1.RemoveResponse
+	37, // 46: cloche.guest.v1.Guest.Read:output_type -> cloche.guest.v1.Chunk
+	41, // 47: cloche.guest.v1.Guest.Write:output_type -> cloche.guest.v1.WriteResponse
+	37, // 48: cloche.guest.v1.Guest.TarOut:output_type -> cloche.guest.v1.Chunk
+	45, // 49: cloche.guest.v1.Guest.TarIn:output_type -> cloche.guest.v1.TarInResponse
+	37, // 50: cloche.guest.v1.Guest.Tunnel:output_type -> cloche.guest.v1.Chunk
+	31, // [31:51] is the sub-list for method output_type
+	11, // [11:31] is the sub-list for method input_type
 	11, // [11:11] is the sub-list for extension type_name
 	11, // [11:11] is the sub-list for extension extendee
 	0,  // [0:11] is the sub-list for field type_name
@@ -2957,7 +3035,7 @@ func file_guest_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_guest_proto_rawDesc), len(file_guest_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   47,
+			NumMessages:   49,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -133,6 +133,9 @@ type Image struct {
 // Traits are what a driver's machines have in common.
 type Traits struct {
 	Durability sandbox.Durability
+	// CachesDisk: what a guest has written may be in its own memory alone until it
+	// syncs, so a disk image holds it only if the guest is asked for that before.
+	CachesDisk bool
 }
 
 // Living is the part of a Machine that every use of it needs.

@@ -60,6 +60,8 @@ const (
 	GuestResizeProcedure = "/cloche.guest.v1.Guest/Resize"
 	// GuestSessionsProcedure is the fully-qualified name of the Guest's Sessions RPC.
 	GuestSessionsProcedure = "/cloche.guest.v1.Guest/Sessions"
+	// GuestSyncProcedure is the fully-qualified name of the Guest's Sync RPC.
+	GuestSyncProcedure = "/cloche.guest.v1.Guest/Sync"
 	// GuestStatProcedure is the fully-qualified name of the Guest's Stat RPC.
 	GuestStatProcedure = "/cloche.guest.v1.Guest/Stat"
 	// GuestListProcedure is the fully-qualified name of the Guest's List RPC.
@@ -99,6 +101,8 @@ type GuestClient interface {
 	Resize(context.Context, *connect.Request[guestv1.ResizeRequest]) (*connect.Response[guestv1.ResizeResponse], error)
 	// Sessions lists the sessions the supervisor knows.
 	Sessions(context.Context, *connect.Request[guestv1.SessionsRequest]) (*connect.Response[guestv1.SessionsResponse], error)
+	// Sync returns when what was written to the root filesystem before the call is on the machine's disk.
+	Sync(context.Context, *connect.Request[guestv1.SyncRequest]) (*connect.Response[guestv1.SyncResponse], error)
 	Stat(context.Context, *connect.Request[guestv1.StatRequest]) (*connect.Response[guestv1.StatResponse], error)
 	List(context.Context, *connect.Request[guestv1.ListRequest]) (*connect.ServerStreamForClient[guestv1.ListResponse], error)
 	Mkdir(context.Context, *connect.Request[guestv1.MkdirRequest]) (*connect.Response[guestv1.MkdirResponse], error)
@@ -179,6 +183,12 @@ func NewGuestClient(httpClient connect.HTTPClient, baseURL string, opts ...conne
 			connect.WithSchema(guestMethods.ByName("Sessions")),
 			connect.WithClientOptions(opts...),
 		),
+		sync: connect.NewClient[guestv1.SyncRequest, guestv1.SyncResponse](
+			httpClient,
+			baseURL+GuestSyncProcedure,
+			connect.WithSchema(guestMethods.ByName("Sync")),
+			connect.WithClientOptions(opts...),
+		),
 		stat: connect.NewClient[guestv1.StatRequest, guestv1.StatResponse](
 			httpClient,
 			baseURL+GuestStatProcedure,
@@ -253,6 +263,7 @@ type guestClient struct {
 	signal    *connect.Client[guestv1.SignalRequest, guestv1.SignalResponse]
 	resize    *connect.Client[guestv1.ResizeRequest, guestv1.ResizeResponse]
 	sessions  *connect.Client[guestv1.SessionsRequest, guestv1.SessionsResponse]
+	sync      *connect.Client[guestv1.SyncRequest, guestv1.SyncResponse]
 	stat      *connect.Client[guestv1.StatRequest, guestv1.StatResponse]
 	list      *connect.Client[guestv1.ListRequest, guestv1.ListResponse]
 	mkdir     *connect.Client[guestv1.MkdirRequest, guestv1.MkdirResponse]
@@ -308,6 +319,11 @@ func (c *guestClient) Resize(ctx context.Context, req *connect.Request[guestv1.R
 // Sessions calls cloche.guest.v1.Guest.Sessions.
 func (c *guestClient) Sessions(ctx context.Context, req *connect.Request[guestv1.SessionsRequest]) (*connect.Response[guestv1.SessionsResponse], error) {
 	return c.sessions.CallUnary(ctx, req)
+}
+
+// Sync calls cloche.guest.v1.Guest.Sync.
+func (c *guestClient) Sync(ctx context.Context, req *connect.Request[guestv1.SyncRequest]) (*connect.Response[guestv1.SyncResponse], error) {
+	return c.sync.CallUnary(ctx, req)
 }
 
 // Stat calls cloche.guest.v1.Guest.Stat.
@@ -377,6 +393,8 @@ type GuestHandler interface {
 	Resize(context.Context, *connect.Request[guestv1.ResizeRequest]) (*connect.Response[guestv1.ResizeResponse], error)
 	// Sessions lists the sessions the supervisor knows.
 	Sessions(context.Context, *connect.Request[guestv1.SessionsRequest]) (*connect.Response[guestv1.SessionsResponse], error)
+	// Sync returns when what was written to the root filesystem before the call is on the machine's disk.
+	Sync(context.Context, *connect.Request[guestv1.SyncRequest]) (*connect.Response[guestv1.SyncResponse], error)
 	Stat(context.Context, *connect.Request[guestv1.StatRequest]) (*connect.Response[guestv1.StatResponse], error)
 	List(context.Context, *connect.Request[guestv1.ListRequest], *connect.ServerStream[guestv1.ListResponse]) error
 	Mkdir(context.Context, *connect.Request[guestv1.MkdirRequest]) (*connect.Response[guestv1.MkdirResponse], error)
@@ -451,6 +469,12 @@ func NewGuestHandler(svc GuestHandler, opts ...connect.HandlerOption) (string, h
 		GuestSessionsProcedure,
 		svc.Sessions,
 		connect.WithSchema(guestMethods.ByName("Sessions")),
+		connect.WithHandlerOptions(opts...),
+	)
+	guestSyncHandler := connect.NewUnaryHandler(
+		GuestSyncProcedure,
+		svc.Sync,
+		connect.WithSchema(guestMethods.ByName("Sync")),
 		connect.WithHandlerOptions(opts...),
 	)
 	guestStatHandler := connect.NewUnaryHandler(
@@ -533,6 +557,8 @@ func NewGuestHandler(svc GuestHandler, opts ...connect.HandlerOption) (string, h
 			guestResizeHandler.ServeHTTP(w, r)
 		case GuestSessionsProcedure:
 			guestSessionsHandler.ServeHTTP(w, r)
+		case GuestSyncProcedure:
+			guestSyncHandler.ServeHTTP(w, r)
 		case GuestStatProcedure:
 			guestStatHandler.ServeHTTP(w, r)
 		case GuestListProcedure:
@@ -596,6 +622,10 @@ func (UnimplementedGuestHandler) Resize(context.Context, *connect.Request[guestv
 
 func (UnimplementedGuestHandler) Sessions(context.Context, *connect.Request[guestv1.SessionsRequest]) (*connect.Response[guestv1.SessionsResponse], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("cloche.guest.v1.Guest.Sessions is not implemented"))
+}
+
+func (UnimplementedGuestHandler) Sync(context.Context, *connect.Request[guestv1.SyncRequest]) (*connect.Response[guestv1.SyncResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("cloche.guest.v1.Guest.Sync is not implemented"))
 }
 
 func (UnimplementedGuestHandler) Stat(context.Context, *connect.Request[guestv1.StatRequest]) (*connect.Response[guestv1.StatResponse], error) {

@@ -24,9 +24,9 @@ const (
 )
 
 // Traits implements driver.Restorer. A disk is a file, and the guest's flushes
-// reach it.
+// reach it; what its kernel has not flushed is in its page cache.
 func (d *Driver) Traits() driver.Traits {
-	return driver.Traits{Durability: sandbox.DurabilityCrash}
+	return driver.Traits{Durability: sandbox.DurabilityCrash, CachesDisk: true}
 }
 
 // Missing implements driver.Restorer. A disk image is an ext4 filesystem, which

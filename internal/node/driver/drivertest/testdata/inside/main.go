@@ -73,6 +73,7 @@ var commands = map[string]func(args []string){
 	"impostor":   impostor,
 	"flood":      flood,
 	"memory":     memory,
+	"reboot":     reboot,
 }
 
 func main() {

@@ -204,9 +204,7 @@ func (m *machine) start(ctx context.Context, p plan) error {
 		MemoryBytes: memory + overhead(memory), MilliCPU: r.MilliCPU, Tasks: p.vcpus() + spareTasks,
 		FileBytes: max(memory, int64(r.DiskMiB)*mib) + mib,
 	}
-	if !p.loads() {
-		limits.MilliCPU = 1000 * (p.vcpus() + 1) // and one for the VMM's own threads
-	}
+	limits.MilliCPU = 1000 * (p.vcpus() + 1) // and one for the VMM's own threads; its share holds when it is up
 	process, err := m.jail.Start(ctx, jail.Program{
 		Firecracker: p.pair.Firecracker, Jailer: p.pair.Jailer, UID: m.record().UID, NetNS: p.spec.NetNS, Limits: limits, Console: m.d.o.Console,
 	}, m.log)

@@ -112,7 +112,11 @@ func (m *machine) load(ctx context.Context) error {
 	if err := m.jail.Drop(stateName, memName); err != nil {
 		return err
 	}
-	return m.client.Resume(asked)
+	if err := m.client.Resume(asked); err != nil {
+		return err
+	}
+	m.shareWhenDialled()
+	return nil
 }
 
 // Pause implements driver.Pauser.

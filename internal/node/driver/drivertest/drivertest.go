@@ -68,6 +68,10 @@ type Harness struct {
 	// middling size, which is there where an image is a few files of that.
 	Damage func(dir string) error
 
+	// OwnKernel: guests have a kernel, and a generator of random numbers, of their
+	// own, which a memory image holds.
+	OwnKernel bool
+
 	wrap       func(driver.Driver) driver.Driver // breaks it
 	supervisor map[string]string
 }
@@ -84,7 +88,7 @@ const clauseTimeout = 60 * time.Second
 
 // Contract is the whole contract, in the order in which it is tested.
 var Contract = concat(lifeClauses, createClauses, diskClauses, boundClauses, networkClauses, processClauses, streamClauses,
-	agentClauses, endClauses, adoptClauses, discardClauses, pauseClauses, memoryClauses, diskImageClauses, hostileClauses, tidyClauses)
+	agentClauses, endClauses, adoptClauses, discardClauses, pauseClauses, memoryClauses, forkClauses, diskImageClauses, hostileClauses, tidyClauses)
 
 func concat(lists ...[]Clause) []Clause {
 	var all []Clause

@@ -16,6 +16,7 @@ type Fault struct {
 	Clause string // that must fail
 	guest  bool   // Name is a fault of the guest's
 	caches bool   // it is one where guests cache their disks (driver.Traits)
+	kernel bool   // it is none where guests have no kernel of their own
 	wrap   func(*broken)
 }
 
@@ -39,6 +40,8 @@ var Faults = []Fault{
 	{Name: "hello_unproven", Clause: "hello-proof", guest: true},
 	{Name: "agent_once", Clause: "agent-restart", guest: true},
 	{Name: "sync_ignored", Clause: "disk-unsynced", guest: true, caches: true},
+	{Name: "no_reseed", Clause: "fork-random", guest: true, kernel: true},
+	{Name: "no_freeze", Clause: "frozen", guest: true, kernel: true},
 
 	{Name: "create_returns_early", Clause: "create-runs", wrap: func(k *broken) { k.early = true }},
 	{Name: "create_ignores_cancel", Clause: "create-cancelled", wrap: func(k *broken) { k.deaf = true }},
@@ -76,6 +79,9 @@ func RunFaults(t *testing.T, h Harness) {
 			c, ok := find(f.Clause)
 			if !ok {
 				t.Fatalf("there is no clause %q", f.Clause)
+			}
+			if f.kernel && !h.OwnKernel {
+				t.Skip("SKIP: it is no fault where guests have the kernel of an engine")
 			}
 			contrast(t, c, h.with(f, false), h.with(f, true))
 		})

@@ -73,6 +73,8 @@ var commands = map[string]func(args []string){
 	"impostor":   impostor,
 	"flood":      flood,
 	"memory":     memory,
+	"randoms":    randoms,
+	"reseed":     reseed,
 }
 
 func main() {

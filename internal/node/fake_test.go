@@ -40,7 +40,8 @@ type fakeDriver struct {
 	at        gate
 	caches    bool                        // guests keep what they write until they sync
 	sync      func(context.Context) error // what Sync does; nil: it syncs
-	old       bool                        // agents have never heard of Sync
+	kernel    bool                        // guests have one of their own
+	old       bool                        // agents have never heard of Sync and Freeze
 }
 
 func newFakeDriver(t *testing.T) *fakeDriver {

@@ -177,7 +177,7 @@ func (m *fakeMachine) Snapshot(ctx context.Context, dir string, kind sandbox.Sna
 }
 
 func (d *fakeDriver) Traits() driver.Traits {
-	return driver.Traits{Durability: sandbox.DurabilitySnapshot, CachesDisk: d.caches}
+	return driver.Traits{Durability: sandbox.DurabilitySnapshot, CachesDisk: d.caches, OwnKernel: d.kernel}
 }
 
 func (d *fakeDriver) Missing(needs sandbox.Needs) error {
@@ -274,10 +274,10 @@ func (g fakeGuest) Sync(ctx context.Context, _ *connect.Request[guestv1.SyncRequ
 	return connect.NewResponse(&guestv1.SyncResponse{}), nil
 }
 
-func (g fakeGuest) Freeze(context.Context, *connect.Request[guestv1.FreezeRequest]) (*connect.Response[guestv1.FreezeResponse], error) {
+func (g fakeGuest) Freeze(_ context.Context, r *connect.Request[guestv1.FreezeRequest]) (*connect.Response[guestv1.FreezeResponse], error) {
 	g.m.mu.Lock()
 	defer g.m.mu.Unlock()
-	g.m.frozen = true
+	g.m.frozen = !r.Msg.GetThaw()
 	return connect.NewResponse(&guestv1.FreezeResponse{Frozen: true}), nil
 }
 

@@ -12,6 +12,7 @@ import (
 // each kind of image was taken, and that they go on after it.
 func TestWhatRunsIsFrozenForItsImage(t *testing.T) {
 	r := newRig(t)
+	r.d.kernel = true
 	req := request(1)
 	r.create(req)
 	m := r.d.machine(req.Sandbox)
@@ -44,12 +45,23 @@ func TestWhatRunsIsFrozenForItsImage(t *testing.T) {
 		t.Errorf("error %v", err)
 	}
 	seen(true, false)
+	r.must(r.n.PauseMachine(background, req.Sandbox, 1))
+	r.snapshot(snap(req.Sandbox, 1, sandbox.SnapshotMemory))
+	r.must(r.n.ResumeMachine(background, req.Sandbox, 1))
+	seen(true, false, true)
+	r.must(r.n.PauseMachine(background, req.Sandbox, 1))
+	r.must(r.n.ResumeMachine(background, req.Sandbox, 1))
+	seen(true, false, true)
+	// Where the kernel is an engine's there is no need.
+	r.d.kernel = false
+	r.snapshot(snap(req.Sandbox, 1, sandbox.SnapshotMemory))
+	seen(true, false, true, false)
 }
 
 // TestAnOldAgentIsSnapshottedAsItRuns has one that was never told of Freeze.
 func TestAnOldAgentIsSnapshottedAsItRuns(t *testing.T) {
 	r := newRig(t)
-	r.d.old = true
+	r.d.kernel, r.d.old = true, true
 	req := request(1)
 	r.create(req)
 	r.snapshot(snap(req.Sandbox, 1, sandbox.SnapshotMemory))

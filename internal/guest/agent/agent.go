@@ -84,7 +84,7 @@ func Run(ctx context.Context, cfg Config) error {
 	a := &Agent{cfg: cfg, super: newSuper(cfg.Supervisor), mux: http.NewServeMux(), extra: make(chan struct{}, maxExtra), syncing: make(chan struct{}, 1), setup: &guestv1.SetupRequest{}}
 	a.mux.Handle(guestv1connect.NewGuestHandler(a, connect.WithReadMaxBytes(maxRequest), connect.WithCompressMinBytes(1<<30), connect.WithInterceptors(rpcErrors{})))
 	a.oomScore(agentScore)
-	a.freezer = a.openFreezer()
+	a.freezer = a.openFreezer(ctx)
 	defer a.wg.Wait()
 	defer cfg.Supervisor.Close()
 	hungUp := make(chan error, 1)

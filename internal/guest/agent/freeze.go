@@ -23,8 +23,9 @@ const (
 	// freezeTime bounds the wait for processes to stand still. One that is in the
 	// middle of a disk's work stops when that is done.
 	freezeTime = 5 * time.Second
-	// freezeLimit ends a freeze whose host is gone.
-	freezeLimit = time.Minute
+	// freezeLimit is the number of seconds after which a freeze ends whose host is
+	// gone. They are counted, since a machine that was paused finds its clock far ahead.
+	freezeLimit = 60
 	// usersGroup holds every process but the guest's own, once they were frozen.
 	usersGroup = "cloche"
 )
@@ -33,16 +34,18 @@ const (
 // they neither see it nor can they tell it from having had no processor. No
 // user sees the mount either: it has no place in the tree.
 type freezer struct {
+	ctx  context.Context // of the agent
+	root *os.File        // of the control groups
+
 	mu     sync.Mutex
-	root   *os.File      // of the control groups
 	held   []string      // the groups that were frozen; nil: nothing is
 	thawed chan struct{} // closed when nothing is held
-	limit  *time.Timer
+	left   int           // seconds
 }
 
 // openFreezer returns nil where there is none. What an agent that ended held is
 // held on.
-func (a *Agent) openFreezer() *freezer {
+func (a *Agent) openFreezer(ctx context.Context) *freezer {
 	if !strings.HasPrefix(a.cfg.Dial, "vsock:") { // else the kernel is the host's, or gVisor's
 		return nil
 	}
@@ -51,7 +54,7 @@ func (a *Agent) openFreezer() *freezer {
 		a.cfg.Log.Warn("processes can't be frozen", "error", err)
 		return nil
 	}
-	f := &freezer{root: root, thawed: make(chan struct{})}
+	f := &freezer{ctx: ctx, root: root, thawed: make(chan struct{})}
 	for _, g := range f.groups() {
 		if f.read(g+"/cgroup.freeze") == "1\n" {
 			f.held = append(f.held, g)
@@ -60,7 +63,8 @@ func (a *Agent) openFreezer() *freezer {
 	if f.held == nil {
 		close(f.thawed)
 	} else {
-		f.limit = time.AfterFunc(freezeLimit, f.thaw)
+		f.left = freezeLimit
+		go f.count(f.thawed)
 	}
 	return f
 }
@@ -83,11 +87,14 @@ func mountCgroups() (*os.File, error) {
 
 // Freeze implements the service. What it can't hold it says, and nothing else
 // goes wrong for that.
-func (a *Agent) Freeze(ctx context.Context, _ *connect.Request[guestv1.FreezeRequest]) (*connect.Response[guestv1.FreezeResponse], error) {
+func (a *Agent) Freeze(ctx context.Context, r *connect.Request[guestv1.FreezeRequest]) (*connect.Response[guestv1.FreezeResponse], error) {
 	if fault.Is(fault.NoFreeze) {
 		return connect.NewResponse(&guestv1.FreezeResponse{Frozen: true}), nil
 	}
-	if a.freezer == nil {
+	if r.Msg.GetThaw() {
+		a.freezer.thaw()
+	}
+	if a.freezer == nil || r.Msg.GetThaw() {
 		return connect.NewResponse(new(guestv1.FreezeResponse)), nil
 	}
 	ctx, cancel := context.WithTimeout(ctx, freezeTime)
@@ -103,15 +110,15 @@ func (a *Agent) Freeze(ctx context.Context, _ *connect.Request[guestv1.FreezeReq
 func (f *freezer) freeze(ctx context.Context) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	f.left = freezeLimit
 	if f.held != nil {
-		f.limit.Reset(freezeLimit)
 		return nil
 	}
 	if err := unix.Mkdirat(int(f.root.Fd()), usersGroup, 0o755); err != nil && err != unix.EEXIST {
 		return os.NewSyscallError("mkdirat", err)
 	}
 	f.thawed, f.held = make(chan struct{}), []string{}
-	f.limit = time.AfterFunc(freezeLimit, f.thaw)
+	go f.count(f.thawed)
 	err := f.gather(ctx)
 	for _, g := range f.groups() {
 		if f.read(g+"/cgroup.freeze") != "0\n" {
@@ -127,6 +134,26 @@ func (f *freezer) freeze(ctx context.Context) error {
 		err = errors.Join(err, f.still(ctx, g))
 	}
 	return err
+}
+
+// count ends a freeze when its time is up.
+func (f *freezer) count(thawed <-chan struct{}) {
+	tick := time.NewTicker(time.Second)
+	defer tick.Stop()
+	for left := freezeLimit; left > 0; {
+		select {
+		case <-tick.C:
+		case <-thawed:
+			return
+		case <-f.ctx.Done():
+			return
+		}
+		f.mu.Lock()
+		f.left--
+		left = f.left
+		f.mu.Unlock()
+	}
+	f.thaw()
 }
 
 // gather moves every process of the users out of the root group, which can't be
@@ -190,7 +217,6 @@ func (f *freezer) thaw() {
 	if f.held == nil {
 		return
 	}
-	f.limit.Stop()
 	for _, g := range f.held {
 		_ = f.write(g+"/cgroup.freeze", "0") // one that can't be written to is gone
 	}

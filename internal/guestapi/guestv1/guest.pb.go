@@ -432,6 +432,7 @@ func (x *HookResult) GetOutput() string {
 
 type FreezeRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
+	Thaw          bool                   `protobuf:"varint,1,opt,name=thaw,proto3" json:"thaw,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -464,6 +465,13 @@ func (x *FreezeRequest) ProtoReflect() protoreflect.Message {
 // Deprecated: Use FreezeRequest.ProtoReflect.Descriptor instead.
 func (*FreezeRequest) Descriptor() ([]byte, []int) {
 	return file_guest_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *FreezeRequest) GetThaw() bool {
+	if x != nil {
+		return x.Thaw
+	}
+	return false
 }
 
 type FreezeResponse struct {
@@ -2815,8 +2823,9 @@ const file_guest_proto_rawDesc = "" +
 	"HookResult\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x12\n" +
 	"\x04code\x18\x02 \x01(\x05R\x04code\x12\x16\n" +
-	"\x06output\x18\x03 \x01(\tR\x06output\"\x0f\n" +
-	"\rFreezeRequest\"(\n" +
+	"\x06output\x18\x03 \x01(\tR\x06output\"#\n" +
+	"\rFreezeRequest\x12\x12\n" +
+	"\x04thaw\x18\x01 \x01(\bR\x04thaw\"(\n" +
 	"\x0eFreezeResponse\x12\x16\n" +
 	"\x06frozen\x18\x01 \x01(\bR\x06frozen\"*\n" +
 	"\x10OpenExtraRequest\x12\x16\n" +

@@ -92,8 +92,9 @@ type GuestClient interface {
 	Setup(context.Context, *connect.Request[guestv1.SetupRequest]) (*connect.Response[guestv1.SetupResponse], error)
 	// OpenExtra makes the agent dial one more connection whose Hello carries the ticket.
 	OpenExtra(context.Context, *connect.Request[guestv1.OpenExtraRequest]) (*connect.Response[guestv1.OpenExtraResponse], error)
-	// Freeze holds every process of the users still until the next Setup, where the guest has a kernel of its own: in a machine that
-	// goes on from a memory snapshot none of them runs before the kernel's generator has got new entropy. No Setup for a minute ends it too.
+	// Freeze holds every process of the users still until the next Setup, or until it is told otherwise, where the guest has a kernel
+	// of its own: in a machine that goes on from a memory snapshot none of them runs before the kernel's generator has got new entropy.
+	// A minute of the machine's own time ends it too.
 	Freeze(context.Context, *connect.Request[guestv1.FreezeRequest]) (*connect.Response[guestv1.FreezeResponse], error)
 	// Start starts a process. Idempotent by session: a second Start of a known session answers the same.
 	Start(context.Context, *connect.Request[guestv1.StartRequest]) (*connect.Response[guestv1.StartResponse], error)
@@ -399,8 +400,9 @@ type GuestHandler interface {
 	Setup(context.Context, *connect.Request[guestv1.SetupRequest]) (*connect.Response[guestv1.SetupResponse], error)
 	// OpenExtra makes the agent dial one more connection whose Hello carries the ticket.
 	OpenExtra(context.Context, *connect.Request[guestv1.OpenExtraRequest]) (*connect.Response[guestv1.OpenExtraResponse], error)
-	// Freeze holds every process of the users still until the next Setup, where the guest has a kernel of its own: in a machine that
-	// goes on from a memory snapshot none of them runs before the kernel's generator has got new entropy. No Setup for a minute ends it too.
+	// Freeze holds every process of the users still until the next Setup, or until it is told otherwise, where the guest has a kernel
+	// of its own: in a machine that goes on from a memory snapshot none of them runs before the kernel's generator has got new entropy.
+	// A minute of the machine's own time ends it too.
 	Freeze(context.Context, *connect.Request[guestv1.FreezeRequest]) (*connect.Response[guestv1.FreezeResponse], error)
 	// Start starts a process. Idempotent by session: a second Start of a known session answers the same.
 	Start(context.Context, *connect.Request[guestv1.StartRequest]) (*connect.Response[guestv1.StartResponse], error)

@@ -68,10 +68,6 @@ type Harness struct {
 	// middling size, which is there where an image is a few files of that.
 	Damage func(dir string) error
 
-	// OwnKernel: guests have a kernel, and a generator of random numbers, of their
-	// own, which a memory image holds.
-	OwnKernel bool
-
 	wrap       func(driver.Driver) driver.Driver // breaks it
 	supervisor map[string]string
 }

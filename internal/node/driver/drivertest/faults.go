@@ -16,7 +16,7 @@ type Fault struct {
 	Clause string // that must fail
 	guest  bool   // Name is a fault of the guest's
 	caches bool   // it is one where guests cache their disks (driver.Traits)
-	kernel bool   // it is none where guests have no kernel of their own
+	kernel bool   // it is one where guests have a kernel of their own
 	wrap   func(*broken)
 }
 
@@ -70,9 +70,9 @@ var Faults = []Fault{
 // RunFaults proves that the contract bites: the clause of each fault fails
 // with it, and holds without it.
 func RunFaults(t *testing.T, h Harness) {
-	caches := h.caches(t)
+	traits := h.traits(t)
 	for _, f := range Faults {
-		if f.caches && !caches || f.kernel && !h.OwnKernel {
+		if f.caches && !traits.CachesDisk || f.kernel && !traits.OwnKernel {
 			continue
 		}
 		t.Run(f.Name, func(t *testing.T) {
@@ -85,8 +85,8 @@ func RunFaults(t *testing.T, h Harness) {
 	}
 }
 
-// caches tells whether the driver's guests cache their disks.
-func (h Harness) caches(t *testing.T) bool {
+// traits are those of the harness's driver.
+func (h Harness) traits(t *testing.T) driver.Traits {
 	t.Helper()
 	d, shut, err := h.Open()
 	if err != nil {
@@ -97,7 +97,7 @@ func (h Harness) caches(t *testing.T) bool {
 			t.Errorf("end the driver: %v", err)
 		}
 	}()
-	return d.Traits().CachesDisk
+	return d.Traits()
 }
 
 // RunBroken proves that a clause, by name, holds for one harness and fails for

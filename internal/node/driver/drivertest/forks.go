@@ -19,7 +19,7 @@ var forkClauses = []Clause{
 		x := b.box()
 		session, r := x.background(as("user", "ticks", "100000", "1"), "tick 3")
 		frozen := x.freeze()
-		if frozen != b.h.OwnKernel {
+		if frozen != b.d.Traits().OwnKernel {
 			b.Fatalf("Freeze says %v", frozen)
 		}
 		before := x.produced(session)

@@ -133,7 +133,7 @@ func newHarness(t *testing.T) drivertest.Harness {
 	o.Guest = files.Guest
 	var current *Driver
 	return drivertest.Harness{
-		Name: Name, Files: files, Networks: nets, Pace: pace, OwnKernel: true,
+		Name: Name, Files: files, Networks: nets, Pace: pace,
 		Open: func() (driver.Driver, func(context.Context) error, error) {
 			d, err := New(o)
 			if err != nil {

@@ -153,6 +153,9 @@ func (m *fakeMachine) Snapshot(ctx context.Context, dir string, kind sandbox.Sna
 			return driver.Image{}, errors.New("a connection is open while a memory image is taken")
 		}
 	}
+	m.mu.Lock()
+	m.saw = append(m.saw, m.frozen)
+	m.mu.Unlock()
 	img := m.look()
 	if kind == sandbox.SnapshotDisk {
 		img.Disk = m.onDisk()
@@ -174,7 +177,7 @@ func (m *fakeMachine) Snapshot(ctx context.Context, dir string, kind sandbox.Sna
 }
 
 func (d *fakeDriver) Traits() driver.Traits {
-	return driver.Traits{Durability: sandbox.DurabilitySnapshot, CachesDisk: d.caches}
+	return driver.Traits{Durability: sandbox.DurabilitySnapshot, CachesDisk: d.caches, OwnKernel: d.kernel}
 }
 
 func (d *fakeDriver) Missing(needs sandbox.Needs) error {
@@ -269,6 +272,13 @@ func (g fakeGuest) Sync(ctx context.Context, _ *connect.Request[guestv1.SyncRequ
 	g.m.syncs++
 	g.m.Disk, g.m.cached = append(g.m.Disk, g.m.cached...), nil
 	return connect.NewResponse(&guestv1.SyncResponse{}), nil
+}
+
+func (g fakeGuest) Freeze(_ context.Context, r *connect.Request[guestv1.FreezeRequest]) (*connect.Response[guestv1.FreezeResponse], error) {
+	g.m.mu.Lock()
+	defer g.m.mu.Unlock()
+	g.m.frozen = !r.Msg.GetThaw()
+	return connect.NewResponse(&guestv1.FreezeResponse{Frozen: true}), nil
 }
 
 // The recorder: sessions are a list, and the guest's side of them is not there.

@@ -32,6 +32,9 @@ const (
 	gvisor      = module + "internal/node/driver/gvisor"
 )
 
+// longTests are those of the driver's own that have an L1 to themselves.
+const longTests = "TestForks|TestUnseededForks|TestCycles|TestRatios"
+
 // batch is how many subtests one L1 runs. An L1 takes seconds to boot and now
 // and then one freezes, which costs what it has run: more than a few minutes'
 // worth shall not be lost.
@@ -50,7 +53,10 @@ func All() []Suite {
 		batches("firecracker", firecracker, "^TestConformance$/^firecracker$", contract()),
 		[]Suite{{
 			Name: "firecracker-own", Package: firecracker, Part: "its own tests", Firecracker: true, Run: ".",
-			Skip: "^(TestConformance|TestBrokenDrivers)$", Time: time.Hour,
+			Skip: "^(TestConformance|TestBrokenDrivers|" + longTests + ")$", Time: time.Hour,
+		}, {
+			Name: "firecracker-forks", Package: firecracker, Part: "forks, cycles and times", Firecracker: true,
+			Run: "^(" + longTests + ")$", Time: time.Hour,
 		}},
 		batches("firecracker-broken", firecracker, "^TestBrokenDrivers$/^firecracker$", faults()),
 		batches("gvisor", gvisor, "^TestConformance$/^gvisor$", contract()),
@@ -79,7 +85,7 @@ var ciFirecracker = []string{
 	"exit-of-pid-1", "killed-outside", "adopt",
 	"adopt-watches", "adopt-died-unseen", "list", "discard-live", "discard-died-unseen", "pause", "pause-adopt", "snapshot-goes-on", "restore",
 	"restore-again", "restore-identity", "restore-damaged",
-	"restore-needs", "disk-restore", "disk-of-paused", "impostor", "stats", "descriptors-not-inherited",
+	"restore-needs", "frozen", "fork-random", "disk-restore", "disk-of-paused", "impostor", "stats", "descriptors-not-inherited",
 }
 
 // ciGVisor are the clauses that need control groups, whose other version the

@@ -70,6 +70,8 @@ type Agent struct {
 	setting sync.Mutex    // one Setup at a time: its hooks may outlive the connection it came over
 	syncing chan struct{} // the token of the one syncfs at a time
 
+	freezer *freezer // nil where there is none
+
 	mu    sync.Mutex
 	state wire.State
 	setup *guestv1.SetupRequest
@@ -82,6 +84,7 @@ func Run(ctx context.Context, cfg Config) error {
 	a := &Agent{cfg: cfg, super: newSuper(cfg.Supervisor), mux: http.NewServeMux(), extra: make(chan struct{}, maxExtra), syncing: make(chan struct{}, 1), setup: &guestv1.SetupRequest{}}
 	a.mux.Handle(guestv1connect.NewGuestHandler(a, connect.WithReadMaxBytes(maxRequest), connect.WithCompressMinBytes(1<<30), connect.WithInterceptors(rpcErrors{})))
 	a.oomScore(agentScore)
+	a.freezer = a.openFreezer(ctx)
 	defer a.wg.Wait()
 	defer cfg.Supervisor.Close()
 	hungUp := make(chan error, 1)

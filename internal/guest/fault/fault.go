@@ -24,6 +24,8 @@ const (
 	StdinDropped   = "stdin_dropped"    // stdin is accepted and thrown away
 	OrphanWait     = "orphan_wait"      // the exit waits until orphans close stdout
 	HelloUnproven  = "hello_unproven"   // the agent never sends its proof
+	NoReseed       = "no_reseed"        // the kernel's generator goes on as it stood in the snapshot
+	NoFreeze       = "no_freeze"        // Freeze is answered and nothing is held still
 	AgentOnce      = "agent_once"       // an ended agent is not started again
 	SupervisorEnds = "supervisor_ends"  // PID 1 ends half a second after its start
 	RebootAllowed  = "reboot_allowed"   // root inside may restart the machine

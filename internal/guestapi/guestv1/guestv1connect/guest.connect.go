@@ -46,6 +46,8 @@ const (
 	GuestSetupProcedure = "/cloche.guest.v1.Guest/Setup"
 	// GuestOpenExtraProcedure is the fully-qualified name of the Guest's OpenExtra RPC.
 	GuestOpenExtraProcedure = "/cloche.guest.v1.Guest/OpenExtra"
+	// GuestFreezeProcedure is the fully-qualified name of the Guest's Freeze RPC.
+	GuestFreezeProcedure = "/cloche.guest.v1.Guest/Freeze"
 	// GuestStartProcedure is the fully-qualified name of the Guest's Start RPC.
 	GuestStartProcedure = "/cloche.guest.v1.Guest/Start"
 	// GuestFollowProcedure is the fully-qualified name of the Guest's Follow RPC.
@@ -90,6 +92,10 @@ type GuestClient interface {
 	Setup(context.Context, *connect.Request[guestv1.SetupRequest]) (*connect.Response[guestv1.SetupResponse], error)
 	// OpenExtra makes the agent dial one more connection whose Hello carries the ticket.
 	OpenExtra(context.Context, *connect.Request[guestv1.OpenExtraRequest]) (*connect.Response[guestv1.OpenExtraResponse], error)
+	// Freeze holds every process of the users still until the next Setup, or until it is told otherwise, where the guest has a kernel
+	// of its own: in a machine that goes on from a memory snapshot none of them runs before the kernel's generator has got new entropy.
+	// A minute of the machine's own time ends it too.
+	Freeze(context.Context, *connect.Request[guestv1.FreezeRequest]) (*connect.Response[guestv1.FreezeResponse], error)
 	// Start starts a process. Idempotent by session: a second Start of a known session answers the same.
 	Start(context.Context, *connect.Request[guestv1.StartRequest]) (*connect.Response[guestv1.StartResponse], error)
 	// Follow streams a session's events from an output offset on, until its exit event.
@@ -139,6 +145,12 @@ func NewGuestClient(httpClient connect.HTTPClient, baseURL string, opts ...conne
 			httpClient,
 			baseURL+GuestOpenExtraProcedure,
 			connect.WithSchema(guestMethods.ByName("OpenExtra")),
+			connect.WithClientOptions(opts...),
+		),
+		freeze: connect.NewClient[guestv1.FreezeRequest, guestv1.FreezeResponse](
+			httpClient,
+			baseURL+GuestFreezeProcedure,
+			connect.WithSchema(guestMethods.ByName("Freeze")),
 			connect.WithClientOptions(opts...),
 		),
 		start: connect.NewClient[guestv1.StartRequest, guestv1.StartResponse](
@@ -256,6 +268,7 @@ func NewGuestClient(httpClient connect.HTTPClient, baseURL string, opts ...conne
 type guestClient struct {
 	setup     *connect.Client[guestv1.SetupRequest, guestv1.SetupResponse]
 	openExtra *connect.Client[guestv1.OpenExtraRequest, guestv1.OpenExtraResponse]
+	freeze    *connect.Client[guestv1.FreezeRequest, guestv1.FreezeResponse]
 	start     *connect.Client[guestv1.StartRequest, guestv1.StartResponse]
 	follow    *connect.Client[guestv1.FollowRequest, guestv1.Event]
 	ack       *connect.Client[guestv1.AckRequest, guestv1.AckResponse]
@@ -284,6 +297,11 @@ func (c *guestClient) Setup(ctx context.Context, req *connect.Request[guestv1.Se
 // OpenExtra calls cloche.guest.v1.Guest.OpenExtra.
 func (c *guestClient) OpenExtra(ctx context.Context, req *connect.Request[guestv1.OpenExtraRequest]) (*connect.Response[guestv1.OpenExtraResponse], error) {
 	return c.openExtra.CallUnary(ctx, req)
+}
+
+// Freeze calls cloche.guest.v1.Guest.Freeze.
+func (c *guestClient) Freeze(ctx context.Context, req *connect.Request[guestv1.FreezeRequest]) (*connect.Response[guestv1.FreezeResponse], error) {
+	return c.freeze.CallUnary(ctx, req)
 }
 
 // Start calls cloche.guest.v1.Guest.Start.
@@ -382,6 +400,10 @@ type GuestHandler interface {
 	Setup(context.Context, *connect.Request[guestv1.SetupRequest]) (*connect.Response[guestv1.SetupResponse], error)
 	// OpenExtra makes the agent dial one more connection whose Hello carries the ticket.
 	OpenExtra(context.Context, *connect.Request[guestv1.OpenExtraRequest]) (*connect.Response[guestv1.OpenExtraResponse], error)
+	// Freeze holds every process of the users still until the next Setup, or until it is told otherwise, where the guest has a kernel
+	// of its own: in a machine that goes on from a memory snapshot none of them runs before the kernel's generator has got new entropy.
+	// A minute of the machine's own time ends it too.
+	Freeze(context.Context, *connect.Request[guestv1.FreezeRequest]) (*connect.Response[guestv1.FreezeResponse], error)
 	// Start starts a process. Idempotent by session: a second Start of a known session answers the same.
 	Start(context.Context, *connect.Request[guestv1.StartRequest]) (*connect.Response[guestv1.StartResponse], error)
 	// Follow streams a session's events from an output offset on, until its exit event.
@@ -427,6 +449,12 @@ func NewGuestHandler(svc GuestHandler, opts ...connect.HandlerOption) (string, h
 		GuestOpenExtraProcedure,
 		svc.OpenExtra,
 		connect.WithSchema(guestMethods.ByName("OpenExtra")),
+		connect.WithHandlerOptions(opts...),
+	)
+	guestFreezeHandler := connect.NewUnaryHandler(
+		GuestFreezeProcedure,
+		svc.Freeze,
+		connect.WithSchema(guestMethods.ByName("Freeze")),
 		connect.WithHandlerOptions(opts...),
 	)
 	guestStartHandler := connect.NewUnaryHandler(
@@ -543,6 +571,8 @@ func NewGuestHandler(svc GuestHandler, opts ...connect.HandlerOption) (string, h
 			guestSetupHandler.ServeHTTP(w, r)
 		case GuestOpenExtraProcedure:
 			guestOpenExtraHandler.ServeHTTP(w, r)
+		case GuestFreezeProcedure:
+			guestFreezeHandler.ServeHTTP(w, r)
 		case GuestStartProcedure:
 			guestStartHandler.ServeHTTP(w, r)
 		case GuestFollowProcedure:
@@ -594,6 +624,10 @@ func (UnimplementedGuestHandler) Setup(context.Context, *connect.Request[guestv1
 
 func (UnimplementedGuestHandler) OpenExtra(context.Context, *connect.Request[guestv1.OpenExtraRequest]) (*connect.Response[guestv1.OpenExtraResponse], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("cloche.guest.v1.Guest.OpenExtra is not implemented"))
+}
+
+func (UnimplementedGuestHandler) Freeze(context.Context, *connect.Request[guestv1.FreezeRequest]) (*connect.Response[guestv1.FreezeResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("cloche.guest.v1.Guest.Freeze is not implemented"))
 }
 
 func (UnimplementedGuestHandler) Start(context.Context, *connect.Request[guestv1.StartRequest]) (*connect.Response[guestv1.StartResponse], error) {

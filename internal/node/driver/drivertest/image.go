@@ -125,9 +125,10 @@ func (x *box) readopt() {
 	}
 }
 
-// snapshot takes an image as a node does: of a memory image the connections are
-// closed first and a new hello is awaited, and for a disk image the guest is
-// asked to sync where it caches, unless the machine is paused.
+// snapshot takes an image as a node does. Of a memory image what runs is frozen,
+// the connections are closed first and a new hello is awaited; for a disk image
+// the guest is asked to sync where it caches. A machine that is paused can't be
+// asked for anything.
 func (x *box) snapshot(kind sandbox.SnapshotKind) driver.Image {
 	x.b.Helper()
 	dir, err := os.MkdirTemp("", "cloche-image-")
@@ -143,6 +144,9 @@ func (x *box) snapshot(kind sandbox.SnapshotKind) driver.Image {
 		x.b.Fatalf("paused: %v", err)
 	}
 	if memory {
+		if !paused {
+			x.freeze()
+		}
 		x.link.Close()
 	} else if !paused && x.b.d.Traits().CachesDisk {
 		x.sync()

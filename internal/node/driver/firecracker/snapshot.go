@@ -26,7 +26,7 @@ const (
 // Traits implements driver.Restorer. A disk is a file, and the guest's flushes
 // reach it; what its kernel has not flushed is in its page cache.
 func (d *Driver) Traits() driver.Traits {
-	return driver.Traits{Durability: sandbox.DurabilityCrash, CachesDisk: true}
+	return driver.Traits{Durability: sandbox.DurabilityCrash, CachesDisk: true, OwnKernel: true}
 }
 
 // Missing implements driver.Restorer. A disk image is an ext4 filesystem, which

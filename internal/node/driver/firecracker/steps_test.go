@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"cloche.dev/cloche/internal/guestapi"
+	"cloche.dev/cloche/internal/guestapi/guestv1"
 	"cloche.dev/cloche/internal/node/guestlink"
 	"cloche.dev/cloche/internal/sandbox"
 )
@@ -24,7 +25,7 @@ func TestSteps(t *testing.T) {
 	m := f.create()
 	key := guestapi.NewKey()
 	ready := func(m *machine, welcomed bool) {
-		l := guestlink.Start(guestlink.Config{Listen: m.Guest, Key: key, Welcomed: welcomed, Epoch: 1})
+		l := guestlink.Start(guestlink.Config{Listen: m.Guest, Key: key, Welcomed: welcomed, Epoch: 1, Setup: &guestv1.SetupRequest{Hostname: "box", Generation: 1}})
 		defer l.Close()
 		ctx, cancel := context.WithTimeout(context.Background(), patience())
 		defer cancel()
@@ -33,7 +34,6 @@ func TestSteps(t *testing.T) {
 		}
 	}
 	ready(m, false)
-	time.Sleep(2 * time.Second)
 	image := f.snapshot(m, sandbox.SnapshotMemory)
 	f.rest(m)
 	walls, selfs := map[string][]time.Duration{}, map[string][]time.Duration{}
@@ -80,9 +80,4 @@ func spent(who int) time.Duration {
 	var r syscall.Rusage
 	_ = syscall.Getrusage(who, &r)
 	return time.Duration(r.Utime.Nano() + r.Stime.Nano())
-}
-
-func median(all []time.Duration) time.Duration {
-	s := slices.Sorted(slices.Values(all))
-	return s[len(s)/2]
 }

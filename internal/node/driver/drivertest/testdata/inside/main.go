@@ -74,6 +74,8 @@ var commands = map[string]func(args []string){
 	"flood":      flood,
 	"memory":     memory,
 	"reboot":     reboot,
+	"randoms":    randoms,
+	"reseed":     reseed,
 }
 
 func main() {

@@ -1,0 +1,300 @@
+package firecracker
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"testing"
+	"time"
+
+	"cloche.dev/cloche/internal/guestapi"
+	"cloche.dev/cloche/internal/guestapi/guestv1"
+	"cloche.dev/cloche/internal/node/driver"
+	"cloche.dev/cloche/internal/node/driver/firecracker/vmm"
+	"cloche.dev/cloche/internal/node/guestlink"
+	"cloche.dev/cloche/internal/sandbox"
+	"cloche.dev/cloche/internal/sys"
+)
+
+const (
+	ratioRounds = 10
+	// worstRatio is how much longer than the VMM alone a machine may take to be
+	// ready.
+	worstRatio = 1.5
+)
+
+// TestRatios makes and restores machines, each in turn with a bare VMM that
+// does the same: one without a jail, control groups, a record or a setup of the
+// guest, timed from its start to the agent's hello. Ours are timed until the
+// guest has taken its setup.
+func TestRatios(t *testing.T) {
+	if !boots() {
+		t.Skip("SKIP: nothing boots here")
+	}
+	f := newFixture(t)
+	r := &ratio{fixture: f, key: guestapi.NewKey()}
+	var times [4][]time.Duration
+	took := func(kind int, do func()) {
+		began := time.Now()
+		do()
+		times[kind] = append(times[kind], time.Since(began))
+	}
+	m := r.created(r.size()) // with what is made once and kept
+	r.ready(m, false)
+	r.gone(m)
+	ours, bare := r.sources()
+	for range ratioRounds {
+		var m *machine
+		var v *bareVMM
+		s := r.size()
+		took(0, func() { v = r.bareBoot(s) })
+		v.end()
+		took(1, func() { m = r.created(s); r.ready(m, false) })
+		r.gone(m)
+		s = r.size()
+		took(2, func() { v = r.bareLoad(bare) })
+		v.end()
+		took(3, func() { m = r.restored(s, ours); r.ready(m, true) })
+		r.gone(m)
+	}
+	for i, what := range []string{"create", "restore"} {
+		b, o := median(times[2*i]), median(times[2*i+1])
+		factor := o.Seconds() / b.Seconds()
+		t.Logf("%s: %v until ready, a bare VMM %v until its guest's hello: %.2f times (medians of %d; ours %v, bare %v)", what,
+			o.Round(time.Millisecond), b.Round(time.Millisecond), factor, ratioRounds, span(times[2*i+1]), span(times[2*i]))
+		if factor > worstRatio {
+			t.Errorf("%s takes %.2f times as long as a bare VMM, more than %.1f", what, factor, worstRatio)
+		}
+	}
+}
+
+func median(d []time.Duration) time.Duration {
+	d = slices.Sorted(slices.Values(d))
+	return (d[(len(d)-1)/2] + d[len(d)/2]) / 2
+}
+
+func span(d []time.Duration) string {
+	return fmt.Sprintf("%v to %v", slices.Min(d).Round(time.Millisecond), slices.Max(d).Round(time.Millisecond))
+}
+
+// ratio makes machines of both kinds, of the same size.
+type ratio struct {
+	*fixture
+	key []byte
+}
+
+func (r *ratio) size() driver.Spec {
+	s := r.spec()
+	s.Resources.MilliCPU = 1000
+	return s
+}
+
+func (r *ratio) created(s driver.Spec) *machine {
+	r.t.Helper()
+	m, err := r.d.Create(r.ctx(), s)
+	if err != nil {
+		r.t.Fatalf("create: %v", err)
+	}
+	return m.(*machine)
+}
+
+func (r *ratio) restored(s driver.Spec, image driver.Image) *machine {
+	r.t.Helper()
+	m, err := r.d.Restore(r.ctx(), s, image)
+	if err != nil {
+		r.t.Fatalf("restore: %v", err)
+	}
+	return m.(*machine)
+}
+
+// ready waits until a machine's guest has taken its setup.
+func (r *ratio) ready(m *machine, welcomed bool) *guestlink.Link {
+	r.t.Helper()
+	l := guestlink.Start(guestlink.Config{
+		Listen: m.Guest, Key: r.key, Welcomed: welcomed, Epoch: 1,
+		Setup: &guestv1.SetupRequest{Hostname: "box", Generation: 1, Restored: welcomed},
+	})
+	r.t.Cleanup(l.Close)
+	if err := l.Ready(r.ctx()); err != nil {
+		r.t.Fatalf("the guest did not come: %v", err)
+	}
+	return l
+}
+
+func (r *ratio) gone(m *machine) {
+	r.t.Helper()
+	if err := r.d.Discard(r.ctx(), m.ID()); err != nil {
+		r.t.Fatalf("discard: %v", err)
+	}
+}
+
+// sources makes an image of ours, and what a bare VMM saved.
+func (r *ratio) sources() (driver.Image, string) {
+	r.t.Helper()
+	m := r.created(r.size())
+	r.ready(m, false).Close()
+	image := r.snapshot(m, sandbox.SnapshotMemory)
+	r.gone(m)
+
+	v := r.bareStart()
+	v.boot(r.size())
+	l := guestlink.Start(guestlink.Config{Listen: v.listen, Key: r.key, Epoch: 1})
+	if err := l.Ready(r.ctx()); err != nil {
+		r.t.Fatalf("the bare VMM's guest did not come: %v", err)
+	}
+	l.Close()
+	ctx := r.ctx()
+	if err := errors.Join(v.client.Pause(ctx), v.client.Save(ctx, stateName, memName)); err != nil {
+		r.t.Fatal(err)
+	}
+	v.end()
+	return image, v.dir
+}
+
+// bareVMM is a VMM in a directory of its own, and nothing around it.
+type bareVMM struct {
+	r      *ratio
+	dir    string
+	cmd    *exec.Cmd
+	client *vmm.Client
+	guest  net.Listener
+}
+
+// bareStart starts one and waits until it answers.
+func (r *ratio) bareStart() *bareVMM {
+	r.t.Helper()
+	dir, err := os.MkdirTemp("", "bare-") // a short path: it is a socket's
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	v := &bareVMM{r: r, dir: dir}
+	r.t.Cleanup(func() { _ = os.RemoveAll(dir) })
+	if v.guest, err = net.Listen("unix", filepath.Join(dir, agentName)); err != nil {
+		r.t.Fatal(err)
+	}
+	pair, _, err := r.o.Pair()
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	v.cmd = exec.Command(pair.Firecracker, "--api-sock", "api")
+	v.cmd.Dir = dir
+	if err := v.cmd.Start(); err != nil {
+		r.t.Fatal(err)
+	}
+	v.client = vmm.New(filepath.Join(dir, "api"))
+	for {
+		_, err := v.client.Info(r.ctx())
+		if err == nil {
+			return v
+		}
+		if !errors.Is(err, vmm.ErrGone) {
+			r.t.Fatal(err)
+		}
+		time.Sleep(time.Millisecond) // it makes its socket in its own time
+	}
+}
+
+// boot boots what ours boots. Of what the guest reports it hears nothing.
+func (v *bareVMM) boot(s driver.Spec) {
+	v.r.t.Helper()
+	p := plan{spec: s}
+	if err := v.r.d.current(&p); err != nil {
+		v.r.t.Fatal(err)
+	}
+	initrd, err1 := v.r.d.initrd(p)
+	empty, err2 := v.r.d.emptyDisk(v.r.ctx(), p.spec.Resources.DiskMiB)
+	args, err3 := arguments(p, false)
+	reports, err4 := net.Listen("unix", filepath.Join(v.dir, reportName))
+	if err := errors.Join(err1, err2, err3, err4); err != nil {
+		v.r.t.Fatal(err)
+	}
+	defer reports.Close()
+	v.copyDisk(empty)
+	err := v.client.Configure(v.r.ctx(), vmm.Config{
+		VCPUs: p.vcpus(), MemoryMiB: p.spec.Resources.MemoryMiB, Kernel: p.kernel.Image, Initrd: initrd, Args: args,
+		VsockCID: guestCID, VsockPath: vsockName, Entropy: true,
+		Drives: []vmm.Drive{{ID: "template", Path: p.spec.Image, ReadOnly: true}, {ID: "disk", Path: diskName, Writeback: true}},
+	})
+	if err == nil {
+		err = v.client.Start(v.r.ctx())
+	}
+	if err != nil {
+		v.r.t.Fatal(err)
+	}
+	if conn, err := reports.Accept(); err != nil {
+		v.r.t.Fatal(err)
+	} else {
+		_ = conn.Close()
+	}
+}
+
+func (v *bareVMM) copyDisk(from string) {
+	v.r.t.Helper()
+	in, err := os.Open(from)
+	if err != nil {
+		v.r.t.Fatal(err)
+	}
+	defer in.Close()
+	out, err := os.Create(filepath.Join(v.dir, diskName))
+	if err != nil {
+		v.r.t.Fatal(err)
+	}
+	if err := errors.Join(sys.CopySparse(v.r.ctx(), out, in), out.Close()); err != nil {
+		v.r.t.Fatal(err)
+	}
+}
+
+// hello waits for the agent's.
+func (v *bareVMM) hello() {
+	v.r.t.Helper()
+	for {
+		conn, err := v.guest.Accept()
+		if err != nil {
+			v.r.t.Fatal(err)
+		}
+		_, err = guestapi.Challenge(conn)
+		if err == nil {
+			_, err = guestapi.ReadHello(conn)
+		}
+		_ = conn.Close()
+		if err == nil {
+			return
+		}
+	}
+}
+
+// listen is the listener of a link.
+func (v *bareVMM) listen() (net.Listener, error) { return v.guest, nil }
+
+func (r *ratio) bareBoot(s driver.Spec) *bareVMM {
+	v := r.bareStart()
+	v.boot(s)
+	v.hello()
+	return v
+}
+
+// bareLoad loads what one saved in another directory, whose disk it uses.
+func (r *ratio) bareLoad(from string) *bareVMM {
+	r.t.Helper()
+	v := r.bareStart()
+	ctx := r.ctx()
+	if err := os.Link(filepath.Join(from, diskName), filepath.Join(v.dir, diskName)); err != nil {
+		r.t.Fatal(err)
+	}
+	if err := errors.Join(v.client.Load(ctx, filepath.Join(from, stateName), filepath.Join(from, memName)), v.client.Resume(ctx)); err != nil {
+		r.t.Fatal(err)
+	}
+	v.hello()
+	return v
+}
+
+func (v *bareVMM) end() {
+	v.client.Close()
+	_ = v.guest.Close()
+	_ = v.cmd.Process.Kill()
+	_ = v.cmd.Wait() // it was killed
+}

@@ -51,6 +51,7 @@ type machine struct {
 	killed  bool        // by us
 	gone    bool        // it was discarded: nothing of it may come back
 	lent    *time.Timer // nil: its share of the processors holds
+	dialled bool        // since it was lent more
 }
 
 func newMachine(d *Driver, rec record) *machine {
@@ -279,21 +280,33 @@ type agentListener struct {
 func (l *agentListener) Accept() (net.Conn, error) {
 	conn, err := l.UnixListener.Accept()
 	if err == nil {
-		l.m.share()
+		l.m.shareSoon()
 	}
 	return conn, err
 }
 
-// lendFor bounds how long a restored machine has whole processors when its agent
-// does not dial.
-const lendFor = 5 * time.Second
+const (
+	// lendFor bounds how long a restored machine has whole processors when its
+	// agent does not dial, and lendMore when it has: for its hello and its setup.
+	lendFor  = 5 * time.Second
+	lendMore = 500 * time.Millisecond
+)
 
 // shareWhenDialled lets a restored machine have whole processors until its agent
-// has dialled: it is waited for, and a small share would make that seconds.
+// is there: it is waited for, and a small share would make that seconds.
 func (m *machine) shareWhenDialled() {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.lent = time.AfterFunc(lendFor, m.share)
+}
+
+func (m *machine) shareSoon() {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.lent != nil && !m.dialled {
+		m.dialled = true
+		m.lent.Reset(lendMore)
+	}
 }
 
 // share has the machine's share of the processors hold from now on.

@@ -100,7 +100,8 @@ func (m *machine) load(ctx context.Context) error {
 	}
 	asked, cancel := context.WithTimeout(ctx, saveTimeout)
 	defer cancel()
-	if err := m.client.Load(asked, "/"+stateName, "/"+memName); err != nil {
+	err := m.whenThere(asked, func(ctx context.Context) error { return m.client.Load(ctx, "/"+stateName, "/"+memName) })
+	if err != nil {
 		var f *vmm.Fault
 		if errors.As(err, &f) {
 			return sandbox.Errorf(sandbox.FailedPrecondition, "image_refused", "Firecracker refuses the snapshot: %w", f)
@@ -108,8 +109,8 @@ func (m *machine) load(ctx context.Context) error {
 		return err
 	}
 	m.d.at("make.loaded")
-	// The memory stays mapped; nothing else is read again.
-	if err := m.jail.Drop(stateName, memName); err != nil {
+	// Before the guest goes on: who is in there may be hostile already.
+	if err := m.seal(); err != nil {
 		return err
 	}
 	if err := m.client.Resume(asked); err != nil {

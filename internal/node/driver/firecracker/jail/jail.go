@@ -103,7 +103,7 @@ func (j *Jail) Share(ctx context.Context, source, name string) error {
 			return err
 		}
 	}
-	return copyTo(ctx, target, source, 0o444)
+	return copyTo(ctx, target, source, 0o444|st.Mode().Perm()&0o111)
 }
 
 // Own gives the jail a file of the machine's own directory under the same name,
@@ -114,15 +114,4 @@ func (j *Jail) Own(name string, uid int) error {
 		return err
 	}
 	return os.Link(path, filepath.Join(j.root(), name))
-}
-
-// Drop takes files out of the jail that the VMM has read for good.
-func (j *Jail) Drop(names ...string) error {
-	var errs []error
-	for _, n := range names {
-		if err := os.Remove(filepath.Join(j.root(), n)); !errors.Is(err, fs.ErrNotExist) {
-			errs = append(errs, err)
-		}
-	}
-	return errors.Join(errs...)
 }

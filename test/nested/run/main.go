@@ -37,9 +37,9 @@ const (
 )
 
 type options struct {
-	part, run, only, cache string
-	gvisor, json           bool
-	parallel               int
+	part, run, only, cache, program string
+	gvisor, json                    bool
+	parallel                        int
 }
 
 func main() {
@@ -50,6 +50,7 @@ func main() {
 	flag.BoolVar(&o.gvisor, "gvisor", true, "also run the gVisor driver's conformance there, over cgroup v2")
 	flag.BoolVar(&o.json, "json", false, "print the events of go test -json instead of lines")
 	flag.StringVar(&o.cache, "cache", "dist/nested", "`directory` of downloads, builds and logs")
+	flag.StringVar(&o.program, "cloche", "bin/cloche", "the built `program`, for the suite that runs it whole")
 	flag.IntVar(&o.parallel, "parallel", min(2, runtime.NumCPU()), "how many L1 run at a time")
 	only := flag.Bool("programs", false, "only get the real Firecracker and a kernel, and print the environment of tests that use them on this host")
 	flag.Parse()
@@ -89,6 +90,7 @@ type runner struct {
 	out    *printer
 	tools  nested.Tools
 	kernel *nested.Kernel
+	debs   []string    // the packages that the kernel is of
 	files  nested.Tree // what is in every L1
 }
 
@@ -186,6 +188,7 @@ func (r *runner) prepare(ctx context.Context, suites []nested.Suite) ([]nested.S
 	if err := nested.Prebuild(prebuilt, firecracker, r.kernel); err != nil {
 		return nil, err
 	}
+	r.debs = debs
 	r.describe(debs, prebuilt)
 	r.files = nested.Tree{}
 	err = errors.Join(r.files.AddDir(nested.Prebuilt, prebuilt), r.files.AddProgram("mkfs.ext4"), r.files.AddProgram("mkfs.erofs"))

@@ -308,7 +308,10 @@ func (m *machine) boot(ctx context.Context, p plan) error {
 	}
 	defer reports.Close()
 	m.d.at("make.configured")
-	if err := m.client.Start(asked); err != nil {
+	// It reads the kernel for that, and many may do so at once.
+	starting, cancel := context.WithTimeout(ctx, bootTimeout)
+	defer cancel()
+	if err := m.client.Start(starting); err != nil {
 		return kvmHint(err)
 	}
 	m.d.at("make.booting")

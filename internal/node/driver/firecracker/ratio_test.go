@@ -198,7 +198,7 @@ func (r *ratio) bareStart() *bareVMM {
 	}
 }
 
-// boot boots what ours boots. Of what the guest reports it hears nothing.
+// boot boots what ours boots.
 func (v *bareVMM) boot(s driver.Spec) {
 	v.r.t.Helper()
 	p := plan{spec: s}
@@ -225,10 +225,14 @@ func (v *bareVMM) boot(s driver.Spec) {
 	if err != nil {
 		v.r.t.Fatal(err)
 	}
-	if conn, err := reports.Accept(); err != nil {
+	_ = reports.(*net.UnixListener).SetDeadline(time.Now().Add(patience()))
+	conn, err := reports.Accept()
+	if err != nil {
 		v.r.t.Fatal(err)
-	} else {
-		_ = conn.Close()
+	}
+	defer conn.Close()
+	if err := guestapi.ReadBootReport(conn); err != nil {
+		v.r.t.Fatal(err)
 	}
 }
 
@@ -251,6 +255,7 @@ func (v *bareVMM) copyDisk(from string) {
 // hello waits for the agent's.
 func (v *bareVMM) hello() {
 	v.r.t.Helper()
+	_ = v.guest.(*net.UnixListener).SetDeadline(time.Now().Add(patience()))
 	for {
 		conn, err := v.guest.Accept()
 		if err != nil {

@@ -104,6 +104,7 @@ func (n *Node) freeze(ctx context.Context, id string, generation int64, paused b
 				defer failpoint.Hit("node.pause.done")
 				if paused && !was {
 					n.freezeGuest(ctx, m) // a snapshot may be taken while it stands still
+					n.trySync(ctx, m)     // likewise, of the disk
 				}
 				return n.stand(ctx, m, paused)
 			},

@@ -17,13 +17,16 @@ import (
 // dirty pages are a fifth of its memory at most.
 const defaultSyncWait = time.Minute
 
+// trySyncWait is how long a pause waits for the same.
+const trySyncWait = 5 * time.Second
+
 // sync has the guest write to its disk what it keeps in memory, so that a disk
 // image holds what was written before it was asked for. A guest can keep it
 // waiting, and so keep itself from being snapshotted, but not its callers.
 //
-// A guest that stands still can't be asked; its image holds what it had synced
-// itself, as after a power loss. The same goes for an agent of before there was
-// such a call.
+// A guest that stands still can't be asked; it was when it was paused (trySync).
+// An agent of before there was such a call can't be either; its image holds what
+// the guest had synced itself, as after a power loss.
 func (n *Node) sync(ctx context.Context, m *machine) error {
 	wait := cmp.Or(n.o.SyncWait, defaultSyncWait)
 	bounded, cancel := context.WithTimeout(ctx, wait)
@@ -45,6 +48,19 @@ func (n *Node) sync(ctx context.Context, m *machine) error {
 		return nil
 	}
 	return err
+}
+
+// trySync does the same before the machine is paused, if it can be done soon: the
+// disk image that may be taken meanwhile holds what was written until then.
+func (n *Node) trySync(ctx context.Context, m *machine) {
+	if !n.drivers[m.journal.Driver].Traits().CachesDisk {
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, min(trySyncWait, cmp.Or(n.o.SyncWait, defaultSyncWait)))
+	defer cancel()
+	if err := n.askSync(ctx, m); err != nil {
+		n.o.Log.Warn("a sandbox is paused that has not synced its disk", "sandbox", m.id, "err", err)
+	}
 }
 
 // askSync asks until the agent has answered: one that was replaced meanwhile

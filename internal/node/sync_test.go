@@ -45,13 +45,19 @@ func TestADiskSnapshotHoldsWhatTheGuestWrote(t *testing.T) {
 	if n := r.d.machine(id).syncs; n != 2 {
 		t.Errorf("%d syncs after two disk snapshots and one of the memory", n)
 	}
-	// One that stands still can't be asked.
+	// One that stands still was asked before.
 	r.must(r.n.PauseMachine(background, id, 2))
-	r.holds(r.snapshot(snap(id, 2, sandbox.SnapshotDisk)).Snapshot, "/a", "/b")
+	r.holds(r.snapshot(snap(id, 2, sandbox.SnapshotDisk)).Snapshot, "/a", "/b", "/c")
+	r.must(r.n.ResumeMachine(background, id, 2))
+	r.write(id, "/d")
+	r.d.sync = func(context.Context) error { return errors.New("input/output error") }
+	r.must(r.n.PauseMachine(background, id, 2)) // nothing keeps it from that
+	r.holds(r.snapshot(snap(id, 2, sandbox.SnapshotDisk)).Snapshot, "/a", "/b", "/c")
+	r.d.sync = nil
 	r.must(r.n.ResumeMachine(background, id, 2))
 	three := sandbox.NewID(sandbox.KindSnapshot)
 	r.must(leave(r.n, id, three, sandbox.SnapshotDisk, sandbox.EndStopped))
-	r.holds(three, "/a", "/b", "/c")
+	r.holds(three, "/a", "/b", "/c", "/d")
 }
 
 // TestASyncThatNeverEnds has the guest, or the host, be the first to look at the

@@ -306,7 +306,7 @@ func (m *machine) boot(ctx context.Context, p plan) error {
 	if err != nil {
 		return err
 	}
-	defer reports.Close()
+	defer func() { _ = reports.Close() }()
 	m.d.at("make.configured")
 	// It reads the kernel for that, and many may do so at once.
 	starting, cancel := context.WithTimeout(ctx, bootTimeout)

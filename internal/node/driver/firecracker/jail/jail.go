@@ -15,6 +15,8 @@
 //     can change (the disk, the log), or is opened without following a link.
 //     And no owner or mode is ever changed there by name, since a name may be
 //     another file's by then, and that file may be every machine's.
+//   - What the VMM has opened and nobody needs by name is taken out of the jail
+//     (Seal) before anybody hostile runs in its guest.
 //   - A process is killed by a pidfd, or for being in the jail's control group,
 //     never by a bare number.
 //   - The VMM outlives whoever started it. It holds no pipe that needs a reader:

@@ -105,7 +105,11 @@ func (j *Jail) Share(ctx context.Context, source, name string) error {
 			return err
 		}
 	}
-	return copyTo(ctx, target, source, 0o444|st.Mode().Perm()&0o111)
+	mode := fs.FileMode(0o444)
+	if st.Mode().Perm()&0o111 != 0 {
+		mode = 0o555
+	}
+	return copyTo(ctx, target, source, mode)
 }
 
 // Own gives the jail a file of the machine's own directory under the same name,

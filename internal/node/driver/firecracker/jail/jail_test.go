@@ -73,7 +73,7 @@ func TestShare(t *testing.T) {
 		linked bool
 	}{
 		"artifact": {0o555, 0, true}, "image": {0o444, 0, true}, "plain": {0o644, 0, true},
-		"secret": {0o600, 0, false}, "theirs": {0o644, 1000, false}, "shared": {0o666, 0, false},
+		"secret": {0o600, 0, false}, "theirs": {0o644, 1000, false}, "shared": {0o666, 0, false}, "program": {0o700, 0, false},
 	} {
 		path := filepath.Join(dir, name)
 		if err := errors.Join(os.WriteFile(path, []byte(name), 0o600), os.Chown(path, c.owner, c.owner), os.Chmod(path, c.mode)); err != nil {
@@ -86,6 +86,9 @@ func TestShare(t *testing.T) {
 		after, araw := look(t, filepath.Join(j.root(), name))
 		if os.SameFile(before, after) != c.linked || araw.Uid != 0 || after.Mode().Perm()&0o022 != 0 || after.Mode().Perm()&0o004 == 0 {
 			t.Errorf("%s: in the jail it is %v of %d, the same file: %v", name, after.Mode(), araw.Uid, os.SameFile(before, after))
+		}
+		if runs := after.Mode().Perm()&0o001 != 0; runs != (c.mode&0o100 != 0) {
+			t.Errorf("%s: in the jail it is %v", name, after.Mode())
 		}
 		if before.Mode() != c.mode || int(braw.Uid) != c.owner {
 			t.Errorf("%s: outside it became %v of %d", name, before.Mode(), braw.Uid)

@@ -75,7 +75,8 @@ func FromRPC(err error) error {
 		return sandbox.Errorf(sandbox.Unavailable, "canceled", "the request to the sandbox's agent was cancelled")
 	}
 	var rpc *connect.Error
-	if !errors.As(err, &rpc) || !connect.IsWireError(err) {
+	// A method that an agent has never heard of is a status of HTTP, not an answer.
+	if !errors.As(err, &rpc) || !connect.IsWireError(err) && code != connect.CodeUnimplemented {
 		return sandbox.Errorf(sandbox.Unavailable, "guest_unreachable", "the connection to the sandbox's agent failed: %s", clean(err.Error()))
 	}
 	return said(rpc)

@@ -116,6 +116,10 @@ func TestErrors(t *testing.T) {
 			t.Errorf("%v: %+v", err, e)
 		}
 	}
+	// How an agent without a method answers: its server knows no such path.
+	if e := sandbox.AsError(FromRPC(connect.NewError(connect.CodeUnimplemented, errors.New("HTTP status 404")))); e.Code != "guest_unimplemented" {
+		t.Errorf("%+v", e)
+	}
 	if e := sandbox.AsError(FromRPC(sandbox.Errorf(sandbox.Quota, "mine", "x"))); e.Code != "mine" {
 		t.Errorf("%+v", e)
 	}

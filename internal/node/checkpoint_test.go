@@ -136,7 +136,7 @@ func TestACheckpointGivesWay(t *testing.T) {
 // change the guest's disk without a session or an extra connection.
 func TestEveryCallOfTheGuestIsClassified(t *testing.T) {
 	counts := map[string]bool{
-		"Setup": false, "OpenExtra": false, "Start": true, "Follow": false, "Ack": false, "Stdin": false, "Signal": false, "Resize": false, "Sessions": false,
+		"Setup": false, "OpenExtra": false, "Start": true, "Follow": false, "Ack": false, "Stdin": false, "Signal": false, "Resize": false, "Sessions": false, "Sync": false, "Freeze": false,
 		"Stat": false, "List": false, "Mkdir": true, "Move": true, "Remove": true,
 		"Read": false, "Write": false, "TarOut": false, "TarIn": false, "Tunnel": false, // on extra connections only
 	}

@@ -38,6 +38,10 @@ type fakeDriver struct {
 	begun     chan struct{}          // closed when one waits
 	size      int                    // bytes that an image has beside what it holds
 	at        gate
+	caches    bool                        // guests keep what they write until they sync
+	sync      func(context.Context) error // what Sync does; nil: it syncs
+	kernel    bool                        // guests have one of their own
+	old       bool                        // agents have never heard of Sync and Freeze
 }
 
 func newFakeDriver(t *testing.T) *fakeDriver {
@@ -155,6 +159,10 @@ type fakeMachine struct {
 	conns  int
 	paused bool
 	others uint64
+	cached []string // written and not on the disk yet
+	syncs  int
+	frozen bool
+	saw    []bool // whether it was frozen, at each snapshot
 	fakeImage
 }
 
@@ -229,7 +237,12 @@ func (m *fakeMachine) serve(conn net.Conn, purpose, ticket string) {
 		m.mu.Unlock()
 	}
 	mux := http.NewServeMux()
-	mux.Handle(guestv1connect.NewGuestHandler(fakeGuest{m: m}))
+	path, guest := guestv1connect.NewGuestHandler(fakeGuest{m: m})
+	mux.Handle(path, guest)
+	if m.d.old {
+		mux.Handle(guestv1connect.GuestSyncProcedure, http.NotFoundHandler())
+		mux.Handle(guestv1connect.GuestFreezeProcedure, http.NotFoundHandler())
+	}
 	srv := &http.Server{Handler: mux, ReadHeaderTimeout: time.Second, Protocols: new(http.Protocols)}
 	srv.Protocols.SetUnencryptedHTTP2(true)
 	l := &oneListener{conn: conn, gone: make(chan struct{})}
@@ -267,7 +280,7 @@ type fakeGuest struct {
 
 func (g fakeGuest) Setup(_ context.Context, r *connect.Request[guestv1.SetupRequest]) (*connect.Response[guestv1.SetupResponse], error) {
 	g.m.mu.Lock()
-	g.m.setup = r.Msg
+	g.m.setup, g.m.frozen = r.Msg, false
 	g.m.mu.Unlock()
 	return connect.NewResponse(&guestv1.SetupResponse{}), nil
 }

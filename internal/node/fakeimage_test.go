@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"sync"
 	"time"
 
@@ -98,11 +99,19 @@ func (m *fakeMachine) identity() *guestv1.SetupRequest {
 	return m.setup
 }
 
-// look returns what the machine holds now.
+// look returns what the machine holds now, on its disk or not yet.
 func (m *fakeMachine) look() fakeImage {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	return m.fakeImage
+	img := m.fakeImage
+	img.Disk = slices.Concat(img.Disk, m.cached)
+	return img
+}
+
+func (m *fakeMachine) onDisk() []string {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return slices.Clone(m.Disk)
 }
 
 func (m *fakeMachine) Pause(context.Context) error {
@@ -144,8 +153,13 @@ func (m *fakeMachine) Snapshot(ctx context.Context, dir string, kind sandbox.Sna
 			return driver.Image{}, errors.New("a connection is open while a memory image is taken")
 		}
 	}
+	m.mu.Lock()
+	m.saw = append(m.saw, m.frozen)
+	m.mu.Unlock()
 	img := m.look()
-	img.Disk = append([]string(nil), img.Disk...)
+	if kind == sandbox.SnapshotDisk {
+		img.Disk = m.onDisk()
+	}
 	needs := sandbox.Needs{Driver: "fake"}
 	if kind == sandbox.SnapshotDisk {
 		img.Key, img.Memory = nil, ""
@@ -163,7 +177,7 @@ func (m *fakeMachine) Snapshot(ctx context.Context, dir string, kind sandbox.Sna
 }
 
 func (d *fakeDriver) Traits() driver.Traits {
-	return driver.Traits{Durability: sandbox.DurabilitySnapshot}
+	return driver.Traits{Durability: sandbox.DurabilitySnapshot, CachesDisk: d.caches, OwnKernel: d.kernel}
 }
 
 func (d *fakeDriver) Missing(needs sandbox.Needs) error {
@@ -239,8 +253,32 @@ func (g fakeGuest) OpenExtra(_ context.Context, r *connect.Request[guestv1.OpenE
 func (g fakeGuest) Mkdir(_ context.Context, r *connect.Request[guestv1.MkdirRequest]) (*connect.Response[guestv1.MkdirResponse], error) {
 	g.m.mu.Lock()
 	defer g.m.mu.Unlock()
-	g.m.Disk = append(g.m.Disk, r.Msg.GetPath())
+	if g.m.d.caches {
+		g.m.cached = append(g.m.cached, r.Msg.GetPath())
+	} else {
+		g.m.Disk = append(g.m.Disk, r.Msg.GetPath())
+	}
 	return connect.NewResponse(&guestv1.MkdirResponse{}), nil
+}
+
+func (g fakeGuest) Sync(ctx context.Context, _ *connect.Request[guestv1.SyncRequest]) (*connect.Response[guestv1.SyncResponse], error) {
+	if g.m.d.sync != nil {
+		if err := g.m.d.sync(ctx); err != nil {
+			return nil, guestapi.ToRPC(err)
+		}
+	}
+	g.m.mu.Lock()
+	defer g.m.mu.Unlock()
+	g.m.syncs++
+	g.m.Disk, g.m.cached = append(g.m.Disk, g.m.cached...), nil
+	return connect.NewResponse(&guestv1.SyncResponse{}), nil
+}
+
+func (g fakeGuest) Freeze(_ context.Context, r *connect.Request[guestv1.FreezeRequest]) (*connect.Response[guestv1.FreezeResponse], error) {
+	g.m.mu.Lock()
+	defer g.m.mu.Unlock()
+	g.m.frozen = !r.Msg.GetThaw()
+	return connect.NewResponse(&guestv1.FreezeResponse{Frozen: true}), nil
 }
 
 // The recorder: sessions are a list, and the guest's side of them is not there.

@@ -156,6 +156,7 @@ func TestAKillAtAnyStepIsTakenBackOrFinished(t *testing.T) {
 // killOnce tells whether the verb came as far as its at-th effect.
 func killOnce(t *testing.T, c killedCase, at int) bool {
 	r, gateway := newEgressRig(t)
+	r.d.caches = true
 	req := request(1)
 	snapshot := c.before(r, req)
 	r.d.at.arm(at)

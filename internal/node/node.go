@@ -50,6 +50,7 @@ type Options struct {
 	Recorder    Recorder
 	Concurrency int           // creations at once
 	HelloWait   time.Duration // how long a new machine's agent may take to prove itself
+	SyncWait    time.Duration // how long a guest may take to sync its disk for a snapshot; 0 is a minute
 	MaxProcs    uint64        // processes of one user that is not root, in each sandbox
 	BootID      string        // of the host
 	// CPUOvercommit is how often each core is lent and MemoryShare how much of

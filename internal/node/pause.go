@@ -102,17 +102,13 @@ func (n *Node) freeze(ctx context.Context, id string, generation int64, paused b
 			name: "make it so",
 			do: func(ctx context.Context) error {
 				defer failpoint.Hit("node.pause.done")
-				if paused {
-					return m.driver.Pause(ctx)
+				if paused && !was {
+					n.freezeGuest(ctx, m) // a snapshot may be taken while it stands still
+					n.trySync(ctx, m)     // likewise, of the disk
 				}
-				return m.driver.Resume(ctx)
+				return n.stand(ctx, m, paused)
 			},
-			undo: func(ctx context.Context) error {
-				if was {
-					return m.driver.Pause(ctx)
-				}
-				return m.driver.Resume(ctx)
-			},
+			undo: func(ctx context.Context) error { return n.stand(ctx, m, was) },
 		},
 	})
 	if err != nil {
@@ -122,6 +118,18 @@ func (n *Node) freeze(ctx context.Context, id string, generation int64, paused b
 	defer n.mu.Unlock()
 	m.wish.Paused = paused
 	n.poke(m)
+	return nil
+}
+
+// stand makes the machine stand still or go on.
+func (n *Node) stand(ctx context.Context, m *machine, still bool) error {
+	if still {
+		return m.driver.Pause(ctx)
+	}
+	if err := m.driver.Resume(ctx); err != nil {
+		return err
+	}
+	n.thawGuest(ctx, m)
 	return nil
 }
 

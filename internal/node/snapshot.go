@@ -153,6 +153,15 @@ func (n *Node) settleSteps(m *machine, req sandbox.SnapshotRequest) []step {
 			},
 		})
 	}
+	if moves && !memory && n.drivers[m.journal.Driver].Traits().CachesDisk {
+		steps = append(steps, step{name: "sync the disk", do: func(ctx context.Context) error { return n.sync(ctx, m) }})
+	}
+	if memory && moves {
+		steps = append(steps, step{
+			name: "freeze what runs",
+			do:   func(ctx context.Context) error { n.freezeGuest(ctx, m); return ctx.Err() },
+		})
+	}
 	if memory {
 		steps = append(steps, step{
 			name: "cut the connections",

@@ -18,6 +18,7 @@ type Suite struct {
 	Firecracker bool   // needs the real one
 	Run         string // a -test.run
 	Skip        string // a -test.skip
+	Whole       bool   // it needs cloche itself, as it was built, and the kernel's package
 	MemoryMiB   int    // of L1; 0 is L1's default
 	Files       Tree   // in L1, beside what is in every one
 	Env         []string
@@ -32,6 +33,9 @@ const (
 	gvisor      = module + "internal/node/driver/gvisor"
 )
 
+// longTests are those of the driver's own that have an L1 to themselves.
+const longTests = "TestForks|TestUnseededForks|TestCycles|TestRatios"
+
 // batch is how many subtests one L1 runs. An L1 takes seconds to boot and now
 // and then one freezes, which costs what it has run: more than a few minutes'
 // worth shall not be lost.
@@ -39,6 +43,9 @@ const batch = 12
 
 // smoke is the suite that shows that there is an L1 at all.
 var smoke = Suite{Name: "smoke", Package: module + "test/nested/smoke", Firecracker: true, Run: ".", Time: 10 * time.Minute}
+
+// life is the whole of Cloche, as it was built.
+var life = Suite{Name: "life", Package: module + "test/nested/life", Firecracker: true, Whole: true, Run: ".", MemoryMiB: 4096, Time: 20 * time.Minute}
 
 // boot is what /init does of its own, from a bad disk to a kernel's panic.
 var boot = Suite{Name: "boot", Package: module + "internal/guest/boot", Firecracker: true, Run: "Firecracker", Time: 15 * time.Minute}
@@ -48,9 +55,12 @@ func All() []Suite {
 	return slices.Concat(
 		[]Suite{smoke, boot},
 		batches("firecracker", firecracker, "^TestConformance$/^firecracker$", contract()),
-		[]Suite{{
+		[]Suite{life, {
 			Name: "firecracker-own", Package: firecracker, Part: "its own tests", Firecracker: true, Run: ".",
-			Skip: "^(TestConformance|TestBrokenDrivers)$", Time: time.Hour,
+			Skip: "^(TestConformance|TestBrokenDrivers|" + longTests + ")$", Time: time.Hour,
+		}, {
+			Name: "firecracker-forks", Package: firecracker, Part: "forks, cycles and times", Firecracker: true,
+			Run: "^(" + longTests + ")$", Time: time.Hour,
 		}},
 		batches("firecracker-broken", firecracker, "^TestBrokenDrivers$/^firecracker$", faults()),
 		batches("gvisor", gvisor, "^TestConformance$/^gvisor$", contract()),
@@ -79,7 +89,7 @@ var ciFirecracker = []string{
 	"exit-of-pid-1", "killed-outside", "adopt",
 	"adopt-watches", "adopt-died-unseen", "list", "discard-live", "discard-died-unseen", "pause", "pause-adopt", "snapshot-goes-on", "restore",
 	"restore-again", "restore-identity", "restore-damaged",
-	"restore-needs", "disk-restore", "disk-of-paused", "impostor", "stats", "descriptors-not-inherited",
+	"restore-needs", "frozen", "fork-random", "disk-restore", "disk-unsynced", "reboot-refused", "disk-of-paused", "impostor", "stats", "descriptors-not-inherited",
 }
 
 // ciGVisor are the clauses that need control groups, whose other version the

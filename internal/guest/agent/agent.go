@@ -33,8 +33,9 @@ import (
 )
 
 const (
-	redialMin        = 20 * time.Millisecond
+	redialMin        = 10 * time.Millisecond
 	redialMax        = time.Second
+	dialMin          = time.Second // the least that a dial gets
 	handshakeTimeout = 10 * time.Second
 	maxExtra         = 64      // connections beside the control one
 	maxRequest       = 2 << 20 // bytes of one RPC message
@@ -67,7 +68,10 @@ type Agent struct {
 	extra chan struct{} // tokens
 	wg    sync.WaitGroup
 
-	setting sync.Mutex // one Setup at a time: its hooks may outlive the connection it came over
+	setting sync.Mutex    // one Setup at a time: its hooks may outlive the connection it came over
+	syncing chan struct{} // the token of the one syncfs at a time
+
+	freezer *freezer // nil where there is none
 
 	mu    sync.Mutex
 	state wire.State
@@ -78,9 +82,10 @@ type Agent struct {
 func Run(ctx context.Context, cfg Config) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	a := &Agent{cfg: cfg, super: newSuper(cfg.Supervisor), mux: http.NewServeMux(), extra: make(chan struct{}, maxExtra), setup: &guestv1.SetupRequest{}}
+	a := &Agent{cfg: cfg, super: newSuper(cfg.Supervisor), mux: http.NewServeMux(), extra: make(chan struct{}, maxExtra), syncing: make(chan struct{}, 1), setup: &guestv1.SetupRequest{}}
 	a.mux.Handle(guestv1connect.NewGuestHandler(a, connect.WithReadMaxBytes(maxRequest), connect.WithCompressMinBytes(1<<30), connect.WithInterceptors(rpcErrors{})))
 	a.oomScore(agentScore)
+	a.freezer = a.openFreezer(ctx)
 	defer a.wg.Wait()
 	defer cfg.Supervisor.Close()
 	hungUp := make(chan error, 1)
@@ -91,19 +96,21 @@ func Run(ctx context.Context, cfg Config) error {
 	if err := a.recall(ctx); err != nil {
 		return err
 	}
-	backoff := redialMin
-	for ctx.Err() == nil {
-		conn, err := a.connect(ctx, guestapi.PurposeControl, "")
+	for lost := time.Now(); ctx.Err() == nil; {
+		// A snapshot may be taken in the midst of this, which loses what a machine and
+		// its host were saying to each other, and whoever restores it waits for what
+		// is left of the time: a small part of that in which the host was away.
+		away := time.Since(lost)
+		conn, err := a.connect(ctx, guestapi.PurposeControl, "", max(dialMin, away/2))
 		if err == nil {
-			backoff = redialMin
 			a.serve(ctx, conn)
+			lost = time.Now()
 			continue
 		}
 		select {
 		case <-ctx.Done():
-		case <-time.After(backoff):
+		case <-time.After(min(max(redialMin, away/10), redialMax)):
 		}
-		backoff = min(2*backoff, redialMax)
 	}
 	select {
 	case err := <-hungUp:
@@ -147,11 +154,13 @@ func (a *Agent) keep(ctx context.Context, change func(*wire.State)) error {
 	return nil
 }
 
-// connect dials the host and shakes hands.
-func (a *Agent) connect(ctx context.Context, purpose, ticket string) (net.Conn, error) {
+// connect dials the host, for some time at most, and shakes hands.
+func (a *Agent) connect(ctx context.Context, purpose, ticket string, within time.Duration) (net.Conn, error) {
 	ctx, cancel := context.WithTimeout(ctx, handshakeTimeout)
 	defer cancel()
-	conn, err := dial(ctx, a.cfg.Dial)
+	dctx, dcancel := context.WithTimeout(ctx, within)
+	defer dcancel()
+	conn, err := dial(dctx, a.cfg.Dial)
 	if err != nil {
 		return nil, err
 	}
@@ -253,7 +262,7 @@ func (a *Agent) OpenExtra(ctx context.Context, req *connect.Request[guestv1.Open
 	default:
 		return nil, sandbox.Errorf(sandbox.Quota, "too_many_connections", "%d transfers and tunnels are under way", maxExtra)
 	}
-	conn, err := a.connect(ctx, guestapi.PurposeExtra, req.Msg.GetTicket())
+	conn, err := a.connect(ctx, guestapi.PurposeExtra, req.Msg.GetTicket(), handshakeTimeout)
 	if err != nil {
 		<-a.extra
 		return nil, sandbox.Errorf(sandbox.Unavailable, "dial_failed", "the guest can't dial: %w", err)

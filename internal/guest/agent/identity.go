@@ -9,6 +9,8 @@ import (
 	"unsafe"
 
 	"golang.org/x/sys/unix"
+
+	"cloche.dev/cloche/internal/guest/fault"
 )
 
 // Where a guest's identity stands. All of it is replaced at each Setup that
@@ -81,7 +83,7 @@ func (a *Agent) setGeneration(n uint64) {
 // it draw a new key at once. A kernel without these calls has a generator that is
 // the host's own (gVisor), and needs none.
 func (a *Agent) addEntropy(entropy []byte) {
-	if len(entropy) == 0 {
+	if len(entropy) == 0 || fault.Is(fault.NoReseed) {
 		return
 	}
 	err := withFile(randomDevice, unix.O_WRONLY, func(fd int) error {

@@ -38,6 +38,9 @@ func (a *Agent) Start(ctx context.Context, req *connect.Request[guestv1.StartReq
 	if err := checkStart(m); err != nil {
 		return nil, err
 	}
+	if err := a.freezer.wait(ctx); err != nil {
+		return nil, err
+	}
 	start := &wire.Start{Session: m.GetSession(), Args: m.GetArgs(), Stdin: m.GetStdin(), TTY: m.GetTty() != nil, TimeoutMS: m.GetTimeoutMs()}
 	if t := m.GetTty(); t != nil {
 		start.Rows, start.Cols, start.Stdin = clampSize(t.GetRows()), clampSize(t.GetCols()), true

@@ -32,7 +32,7 @@ var (
 // Setup implements the service. The supervisor keeps what it brings, so that
 // an agent that restarts has it before the host says it again; it replaces the
 // setup before wholly. The generation is told last of all, and after it the
-// hooks are run.
+// hooks are run; what Freeze held goes on between the two.
 func (a *Agent) Setup(ctx context.Context, req *connect.Request[guestv1.SetupRequest]) (*connect.Response[guestv1.SetupResponse], error) {
 	m := req.Msg
 	if err := checkSetup(m); err != nil {
@@ -59,6 +59,7 @@ func (a *Agent) Setup(ctx context.Context, req *connect.Request[guestv1.SetupReq
 	a.setMachineID(m.GetMachineId())
 	a.setBootID(m.GetBootId())
 	a.setGeneration(m.GetGeneration())
+	a.freezer.thaw()
 	return connect.NewResponse(&guestv1.SetupResponse{Hooks: a.runHooks(ctx, kept), Problems: problems}), nil
 }
 

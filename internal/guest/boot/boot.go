@@ -29,11 +29,13 @@ import (
 	"maps"
 	"os"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"time"
 
 	"golang.org/x/sys/unix"
 
+	"cloche.dev/cloche/internal/guest/fault"
 	"cloche.dev/cloche/internal/guest/vsock"
 	"cloche.dev/cloche/internal/guestapi"
 )
@@ -123,6 +125,10 @@ func readOrder(file string) (guestapi.Boot, error) {
 
 // become executes the supervisor. It stands in the new root.
 func (s *site) become(order guestapi.Boot) error {
+	// A thread's bounding set is its own, and exec keeps that of the thread that
+	// calls it.
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
 	if err := s.limits(order); err != nil {
 		return err
 	}
@@ -139,8 +145,20 @@ func (s *site) become(order guestapi.Boot) error {
 	for _, k := range slices.Sorted(maps.Keys(env)) {
 		environ = append(environ, k+"="+env[k])
 	}
+	if !fault.In(order.Env, fault.RebootAllowed) {
+		if err := refuseReboot(); err != nil {
+			return err
+		}
+	}
 	unix.Umask(0o022)
 	return fmt.Errorf("%s: %w", guestPath, unix.Exec(guestPath, []string{guestPath, "supervisor"}, environ))
+}
+
+// refuseReboot takes the right to restart or power off the machine from the
+// supervisor and all that it will ever spawn: a `reboot` or `poweroff` inside is
+// refused as it is on gVisor. When a machine ends is its owner's decision.
+func refuseReboot() error {
+	return os.NewSyscallError("prctl", unix.Prctl(unix.PR_CAPBSET_DROP, unix.CAP_SYS_BOOT, 0, 0, 0))
 }
 
 // limits are those of the gVisor engine.

@@ -3,7 +3,7 @@
 // tag "clochefaults" can be broken, by naming one fault in the environment
 // variable Env of PID 1; in every other build Is is constantly false.
 //
-// internal/guest/supervisor and internal/guest/agent call it.
+// internal/guest/boot, internal/guest/supervisor and internal/guest/agent call it.
 package fault
 
 // Env is the environment variable that names the fault.
@@ -24,6 +24,10 @@ const (
 	StdinDropped   = "stdin_dropped"    // stdin is accepted and thrown away
 	OrphanWait     = "orphan_wait"      // the exit waits until orphans close stdout
 	HelloUnproven  = "hello_unproven"   // the agent never sends its proof
+	NoReseed       = "no_reseed"        // the kernel's generator goes on as it stood in the snapshot
+	NoFreeze       = "no_freeze"        // Freeze is answered and nothing is held still
 	AgentOnce      = "agent_once"       // an ended agent is not started again
 	SupervisorEnds = "supervisor_ends"  // PID 1 ends half a second after its start
+	RebootAllowed  = "reboot_allowed"   // root inside may restart the machine
+	SyncIgnored    = "sync_ignored"     // Sync is answered and nothing is synced
 )

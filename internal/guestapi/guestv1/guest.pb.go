@@ -471,6 +471,94 @@ func (x *HookResult) GetOutput() string {
 	return ""
 }
 
+type FreezeRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Thaw          bool                   `protobuf:"varint,1,opt,name=thaw,proto3" json:"thaw,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *FreezeRequest) Reset() {
+	*x = FreezeRequest{}
+	mi := &file_guest_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *FreezeRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*FreezeRequest) ProtoMessage() {}
+
+func (x *FreezeRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_guest_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use FreezeRequest.ProtoReflect.Descriptor instead.
+func (*FreezeRequest) Descriptor() ([]byte, []int) {
+	return file_guest_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *FreezeRequest) GetThaw() bool {
+	if x != nil {
+		return x.Thaw
+	}
+	return false
+}
+
+type FreezeResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Frozen        bool                   `protobuf:"varint,1,opt,name=frozen,proto3" json:"frozen,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *FreezeResponse) Reset() {
+	*x = FreezeResponse{}
+	mi := &file_guest_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *FreezeResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*FreezeResponse) ProtoMessage() {}
+
+func (x *FreezeResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_guest_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use FreezeResponse.ProtoReflect.Descriptor instead.
+func (*FreezeResponse) Descriptor() ([]byte, []int) {
+	return file_guest_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *FreezeResponse) GetFrozen() bool {
+	if x != nil {
+		return x.Frozen
+	}
+	return false
+}
+
 type OpenExtraRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Ticket        string                 `protobuf:"bytes,1,opt,name=ticket,proto3" json:"ticket,omitempty"`
@@ -480,7 +568,7 @@ type OpenExtraRequest struct {
 
 func (x *OpenExtraRequest) Reset() {
 	*x = OpenExtraRequest{}
-	mi := &file_guest_proto_msgTypes[5]
+	mi := &file_guest_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -492,7 +580,7 @@ func (x *OpenExtraRequest) String() string {
 func (*OpenExtraRequest) ProtoMessage() {}
 
 func (x *OpenExtraRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[5]
+	mi := &file_guest_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -505,7 +593,7 @@ func (x *OpenExtraRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OpenExtraRequest.ProtoReflect.Descriptor instead.
 func (*OpenExtraRequest) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{5}
+	return file_guest_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *OpenExtraRequest) GetTicket() string {
@@ -523,7 +611,7 @@ type OpenExtraResponse struct {
 
 func (x *OpenExtraResponse) Reset() {
 	*x = OpenExtraResponse{}
-	mi := &file_guest_proto_msgTypes[6]
+	mi := &file_guest_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -535,7 +623,7 @@ func (x *OpenExtraResponse) String() string {
 func (*OpenExtraResponse) ProtoMessage() {}
 
 func (x *OpenExtraResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[6]
+	mi := &file_guest_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -548,7 +636,7 @@ func (x *OpenExtraResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OpenExtraResponse.ProtoReflect.Descriptor instead.
 func (*OpenExtraResponse) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{6}
+	return file_guest_proto_rawDescGZIP(), []int{8}
 }
 
 type WindowSize struct {
@@ -561,7 +649,7 @@ type WindowSize struct {
 
 func (x *WindowSize) Reset() {
 	*x = WindowSize{}
-	mi := &file_guest_proto_msgTypes[7]
+	mi := &file_guest_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -573,7 +661,7 @@ func (x *WindowSize) String() string {
 func (*WindowSize) ProtoMessage() {}
 
 func (x *WindowSize) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[7]
+	mi := &file_guest_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -586,7 +674,7 @@ func (x *WindowSize) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WindowSize.ProtoReflect.Descriptor instead.
 func (*WindowSize) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{7}
+	return file_guest_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *WindowSize) GetRows() uint32 {
@@ -619,7 +707,7 @@ type StartRequest struct {
 
 func (x *StartRequest) Reset() {
 	*x = StartRequest{}
-	mi := &file_guest_proto_msgTypes[8]
+	mi := &file_guest_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -631,7 +719,7 @@ func (x *StartRequest) String() string {
 func (*StartRequest) ProtoMessage() {}
 
 func (x *StartRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[8]
+	mi := &file_guest_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -644,7 +732,7 @@ func (x *StartRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StartRequest.ProtoReflect.Descriptor instead.
 func (*StartRequest) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{8}
+	return file_guest_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *StartRequest) GetSession() string {
@@ -713,7 +801,7 @@ type StartResponse struct {
 
 func (x *StartResponse) Reset() {
 	*x = StartResponse{}
-	mi := &file_guest_proto_msgTypes[9]
+	mi := &file_guest_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -725,7 +813,7 @@ func (x *StartResponse) String() string {
 func (*StartResponse) ProtoMessage() {}
 
 func (x *StartResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[9]
+	mi := &file_guest_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -738,7 +826,7 @@ func (x *StartResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StartResponse.ProtoReflect.Descriptor instead.
 func (*StartResponse) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{9}
+	return file_guest_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *StartResponse) GetPid() int64 {
@@ -765,7 +853,7 @@ type FollowRequest struct {
 
 func (x *FollowRequest) Reset() {
 	*x = FollowRequest{}
-	mi := &file_guest_proto_msgTypes[10]
+	mi := &file_guest_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -777,7 +865,7 @@ func (x *FollowRequest) String() string {
 func (*FollowRequest) ProtoMessage() {}
 
 func (x *FollowRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[10]
+	mi := &file_guest_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -790,7 +878,7 @@ func (x *FollowRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FollowRequest.ProtoReflect.Descriptor instead.
 func (*FollowRequest) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{10}
+	return file_guest_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *FollowRequest) GetSession() string {
@@ -823,7 +911,7 @@ type Event struct {
 
 func (x *Event) Reset() {
 	*x = Event{}
-	mi := &file_guest_proto_msgTypes[11]
+	mi := &file_guest_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -835,7 +923,7 @@ func (x *Event) String() string {
 func (*Event) ProtoMessage() {}
 
 func (x *Event) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[11]
+	mi := &file_guest_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -848,7 +936,7 @@ func (x *Event) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Event.ProtoReflect.Descriptor instead.
 func (*Event) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{11}
+	return file_guest_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *Event) GetOffset() uint64 {
@@ -927,7 +1015,7 @@ type Exit struct {
 
 func (x *Exit) Reset() {
 	*x = Exit{}
-	mi := &file_guest_proto_msgTypes[12]
+	mi := &file_guest_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -939,7 +1027,7 @@ func (x *Exit) String() string {
 func (*Exit) ProtoMessage() {}
 
 func (x *Exit) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[12]
+	mi := &file_guest_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -952,7 +1040,7 @@ func (x *Exit) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Exit.ProtoReflect.Descriptor instead.
 func (*Exit) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{12}
+	return file_guest_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *Exit) GetCode() int32 {
@@ -1001,7 +1089,7 @@ type AckRequest struct {
 
 func (x *AckRequest) Reset() {
 	*x = AckRequest{}
-	mi := &file_guest_proto_msgTypes[13]
+	mi := &file_guest_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1013,7 +1101,7 @@ func (x *AckRequest) String() string {
 func (*AckRequest) ProtoMessage() {}
 
 func (x *AckRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[13]
+	mi := &file_guest_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1026,7 +1114,7 @@ func (x *AckRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AckRequest.ProtoReflect.Descriptor instead.
 func (*AckRequest) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{13}
+	return file_guest_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *AckRequest) GetSession() string {
@@ -1058,7 +1146,7 @@ type AckResponse struct {
 
 func (x *AckResponse) Reset() {
 	*x = AckResponse{}
-	mi := &file_guest_proto_msgTypes[14]
+	mi := &file_guest_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1070,7 +1158,7 @@ func (x *AckResponse) String() string {
 func (*AckResponse) ProtoMessage() {}
 
 func (x *AckResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[14]
+	mi := &file_guest_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1083,7 +1171,7 @@ func (x *AckResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AckResponse.ProtoReflect.Descriptor instead.
 func (*AckResponse) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{14}
+	return file_guest_proto_rawDescGZIP(), []int{16}
 }
 
 // Stdin: offset is the number of stdin bytes before data; what is already there is not written again.
@@ -1099,7 +1187,7 @@ type StdinRequest struct {
 
 func (x *StdinRequest) Reset() {
 	*x = StdinRequest{}
-	mi := &file_guest_proto_msgTypes[15]
+	mi := &file_guest_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1111,7 +1199,7 @@ func (x *StdinRequest) String() string {
 func (*StdinRequest) ProtoMessage() {}
 
 func (x *StdinRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[15]
+	mi := &file_guest_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1124,7 +1212,7 @@ func (x *StdinRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StdinRequest.ProtoReflect.Descriptor instead.
 func (*StdinRequest) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{15}
+	return file_guest_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *StdinRequest) GetSession() string {
@@ -1166,7 +1254,7 @@ type StdinResponse struct {
 
 func (x *StdinResponse) Reset() {
 	*x = StdinResponse{}
-	mi := &file_guest_proto_msgTypes[16]
+	mi := &file_guest_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1178,7 +1266,7 @@ func (x *StdinResponse) String() string {
 func (*StdinResponse) ProtoMessage() {}
 
 func (x *StdinResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[16]
+	mi := &file_guest_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1191,7 +1279,7 @@ func (x *StdinResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StdinResponse.ProtoReflect.Descriptor instead.
 func (*StdinResponse) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{16}
+	return file_guest_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *StdinResponse) GetAccepted() uint64 {
@@ -1218,7 +1306,7 @@ type SignalRequest struct {
 
 func (x *SignalRequest) Reset() {
 	*x = SignalRequest{}
-	mi := &file_guest_proto_msgTypes[17]
+	mi := &file_guest_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1230,7 +1318,7 @@ func (x *SignalRequest) String() string {
 func (*SignalRequest) ProtoMessage() {}
 
 func (x *SignalRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[17]
+	mi := &file_guest_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1243,7 +1331,7 @@ func (x *SignalRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SignalRequest.ProtoReflect.Descriptor instead.
 func (*SignalRequest) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{17}
+	return file_guest_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *SignalRequest) GetSession() string {
@@ -1268,7 +1356,7 @@ type SignalResponse struct {
 
 func (x *SignalResponse) Reset() {
 	*x = SignalResponse{}
-	mi := &file_guest_proto_msgTypes[18]
+	mi := &file_guest_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1280,7 +1368,7 @@ func (x *SignalResponse) String() string {
 func (*SignalResponse) ProtoMessage() {}
 
 func (x *SignalResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[18]
+	mi := &file_guest_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1293,7 +1381,7 @@ func (x *SignalResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SignalResponse.ProtoReflect.Descriptor instead.
 func (*SignalResponse) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{18}
+	return file_guest_proto_rawDescGZIP(), []int{20}
 }
 
 type ResizeRequest struct {
@@ -1306,7 +1394,7 @@ type ResizeRequest struct {
 
 func (x *ResizeRequest) Reset() {
 	*x = ResizeRequest{}
-	mi := &file_guest_proto_msgTypes[19]
+	mi := &file_guest_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1318,7 +1406,7 @@ func (x *ResizeRequest) String() string {
 func (*ResizeRequest) ProtoMessage() {}
 
 func (x *ResizeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[19]
+	mi := &file_guest_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1331,7 +1419,7 @@ func (x *ResizeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResizeRequest.ProtoReflect.Descriptor instead.
 func (*ResizeRequest) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{19}
+	return file_guest_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *ResizeRequest) GetSession() string {
@@ -1356,7 +1444,7 @@ type ResizeResponse struct {
 
 func (x *ResizeResponse) Reset() {
 	*x = ResizeResponse{}
-	mi := &file_guest_proto_msgTypes[20]
+	mi := &file_guest_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1368,7 +1456,7 @@ func (x *ResizeResponse) String() string {
 func (*ResizeResponse) ProtoMessage() {}
 
 func (x *ResizeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[20]
+	mi := &file_guest_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1381,7 +1469,7 @@ func (x *ResizeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResizeResponse.ProtoReflect.Descriptor instead.
 func (*ResizeResponse) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{20}
+	return file_guest_proto_rawDescGZIP(), []int{22}
 }
 
 type SessionsRequest struct {
@@ -1392,7 +1480,7 @@ type SessionsRequest struct {
 
 func (x *SessionsRequest) Reset() {
 	*x = SessionsRequest{}
-	mi := &file_guest_proto_msgTypes[21]
+	mi := &file_guest_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1404,7 +1492,7 @@ func (x *SessionsRequest) String() string {
 func (*SessionsRequest) ProtoMessage() {}
 
 func (x *SessionsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[21]
+	mi := &file_guest_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1417,7 +1505,7 @@ func (x *SessionsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionsRequest.ProtoReflect.Descriptor instead.
 func (*SessionsRequest) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{21}
+	return file_guest_proto_rawDescGZIP(), []int{23}
 }
 
 type SessionsResponse struct {
@@ -1431,7 +1519,7 @@ type SessionsResponse struct {
 
 func (x *SessionsResponse) Reset() {
 	*x = SessionsResponse{}
-	mi := &file_guest_proto_msgTypes[22]
+	mi := &file_guest_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1443,7 +1531,7 @@ func (x *SessionsResponse) String() string {
 func (*SessionsResponse) ProtoMessage() {}
 
 func (x *SessionsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[22]
+	mi := &file_guest_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1456,7 +1544,7 @@ func (x *SessionsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionsResponse.ProtoReflect.Descriptor instead.
 func (*SessionsResponse) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{22}
+	return file_guest_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *SessionsResponse) GetSessions() []*SessionInfo {
@@ -1486,7 +1574,7 @@ type SessionInfo struct {
 
 func (x *SessionInfo) Reset() {
 	*x = SessionInfo{}
-	mi := &file_guest_proto_msgTypes[23]
+	mi := &file_guest_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1498,7 +1586,7 @@ func (x *SessionInfo) String() string {
 func (*SessionInfo) ProtoMessage() {}
 
 func (x *SessionInfo) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[23]
+	mi := &file_guest_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1511,7 +1599,7 @@ func (x *SessionInfo) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionInfo.ProtoReflect.Descriptor instead.
 func (*SessionInfo) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{23}
+	return file_guest_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *SessionInfo) GetSession() string {
@@ -1549,6 +1637,78 @@ func (x *SessionInfo) GetProduced() uint64 {
 	return 0
 }
 
+type SyncRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SyncRequest) Reset() {
+	*x = SyncRequest{}
+	mi := &file_guest_proto_msgTypes[26]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SyncRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SyncRequest) ProtoMessage() {}
+
+func (x *SyncRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_guest_proto_msgTypes[26]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SyncRequest.ProtoReflect.Descriptor instead.
+func (*SyncRequest) Descriptor() ([]byte, []int) {
+	return file_guest_proto_rawDescGZIP(), []int{26}
+}
+
+type SyncResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SyncResponse) Reset() {
+	*x = SyncResponse{}
+	mi := &file_guest_proto_msgTypes[27]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SyncResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SyncResponse) ProtoMessage() {}
+
+func (x *SyncResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_guest_proto_msgTypes[27]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SyncResponse.ProtoReflect.Descriptor instead.
+func (*SyncResponse) Descriptor() ([]byte, []int) {
+	return file_guest_proto_rawDescGZIP(), []int{27}
+}
+
 type FileInfo struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Name          string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"` // base name
@@ -1565,7 +1725,7 @@ type FileInfo struct {
 
 func (x *FileInfo) Reset() {
 	*x = FileInfo{}
-	mi := &file_guest_proto_msgTypes[24]
+	mi := &file_guest_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1577,7 +1737,7 @@ func (x *FileInfo) String() string {
 func (*FileInfo) ProtoMessage() {}
 
 func (x *FileInfo) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[24]
+	mi := &file_guest_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1590,7 +1750,7 @@ func (x *FileInfo) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FileInfo.ProtoReflect.Descriptor instead.
 func (*FileInfo) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{24}
+	return file_guest_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *FileInfo) GetName() string {
@@ -1659,7 +1819,7 @@ type StatRequest struct {
 
 func (x *StatRequest) Reset() {
 	*x = StatRequest{}
-	mi := &file_guest_proto_msgTypes[25]
+	mi := &file_guest_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1671,7 +1831,7 @@ func (x *StatRequest) String() string {
 func (*StatRequest) ProtoMessage() {}
 
 func (x *StatRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[25]
+	mi := &file_guest_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1684,7 +1844,7 @@ func (x *StatRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatRequest.ProtoReflect.Descriptor instead.
 func (*StatRequest) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{25}
+	return file_guest_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *StatRequest) GetPath() string {
@@ -1710,7 +1870,7 @@ type StatResponse struct {
 
 func (x *StatResponse) Reset() {
 	*x = StatResponse{}
-	mi := &file_guest_proto_msgTypes[26]
+	mi := &file_guest_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1722,7 +1882,7 @@ func (x *StatResponse) String() string {
 func (*StatResponse) ProtoMessage() {}
 
 func (x *StatResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[26]
+	mi := &file_guest_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1735,7 +1895,7 @@ func (x *StatResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatResponse.ProtoReflect.Descriptor instead.
 func (*StatResponse) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{26}
+	return file_guest_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *StatResponse) GetInfo() *FileInfo {
@@ -1754,7 +1914,7 @@ type ListRequest struct {
 
 func (x *ListRequest) Reset() {
 	*x = ListRequest{}
-	mi := &file_guest_proto_msgTypes[27]
+	mi := &file_guest_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1766,7 +1926,7 @@ func (x *ListRequest) String() string {
 func (*ListRequest) ProtoMessage() {}
 
 func (x *ListRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[27]
+	mi := &file_guest_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1779,7 +1939,7 @@ func (x *ListRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListRequest.ProtoReflect.Descriptor instead.
 func (*ListRequest) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{27}
+	return file_guest_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *ListRequest) GetPath() string {
@@ -1798,7 +1958,7 @@ type ListResponse struct {
 
 func (x *ListResponse) Reset() {
 	*x = ListResponse{}
-	mi := &file_guest_proto_msgTypes[28]
+	mi := &file_guest_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1810,7 +1970,7 @@ func (x *ListResponse) String() string {
 func (*ListResponse) ProtoMessage() {}
 
 func (x *ListResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[28]
+	mi := &file_guest_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1823,7 +1983,7 @@ func (x *ListResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListResponse.ProtoReflect.Descriptor instead.
 func (*ListResponse) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{28}
+	return file_guest_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *ListResponse) GetEntries() []*FileInfo {
@@ -1845,7 +2005,7 @@ type MkdirRequest struct {
 
 func (x *MkdirRequest) Reset() {
 	*x = MkdirRequest{}
-	mi := &file_guest_proto_msgTypes[29]
+	mi := &file_guest_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1857,7 +2017,7 @@ func (x *MkdirRequest) String() string {
 func (*MkdirRequest) ProtoMessage() {}
 
 func (x *MkdirRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[29]
+	mi := &file_guest_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1870,7 +2030,7 @@ func (x *MkdirRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MkdirRequest.ProtoReflect.Descriptor instead.
 func (*MkdirRequest) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{29}
+	return file_guest_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *MkdirRequest) GetPath() string {
@@ -1909,7 +2069,7 @@ type MkdirResponse struct {
 
 func (x *MkdirResponse) Reset() {
 	*x = MkdirResponse{}
-	mi := &file_guest_proto_msgTypes[30]
+	mi := &file_guest_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1921,7 +2081,7 @@ func (x *MkdirResponse) String() string {
 func (*MkdirResponse) ProtoMessage() {}
 
 func (x *MkdirResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[30]
+	mi := &file_guest_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1934,7 +2094,7 @@ func (x *MkdirResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MkdirResponse.ProtoReflect.Descriptor instead.
 func (*MkdirResponse) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{30}
+	return file_guest_proto_rawDescGZIP(), []int{34}
 }
 
 type MoveRequest struct {
@@ -1947,7 +2107,7 @@ type MoveRequest struct {
 
 func (x *MoveRequest) Reset() {
 	*x = MoveRequest{}
-	mi := &file_guest_proto_msgTypes[31]
+	mi := &file_guest_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1959,7 +2119,7 @@ func (x *MoveRequest) String() string {
 func (*MoveRequest) ProtoMessage() {}
 
 func (x *MoveRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[31]
+	mi := &file_guest_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1972,7 +2132,7 @@ func (x *MoveRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MoveRequest.ProtoReflect.Descriptor instead.
 func (*MoveRequest) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{31}
+	return file_guest_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *MoveRequest) GetFrom() string {
@@ -1997,7 +2157,7 @@ type MoveResponse struct {
 
 func (x *MoveResponse) Reset() {
 	*x = MoveResponse{}
-	mi := &file_guest_proto_msgTypes[32]
+	mi := &file_guest_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2009,7 +2169,7 @@ func (x *MoveResponse) String() string {
 func (*MoveResponse) ProtoMessage() {}
 
 func (x *MoveResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[32]
+	mi := &file_guest_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2022,7 +2182,7 @@ func (x *MoveResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MoveResponse.ProtoReflect.Descriptor instead.
 func (*MoveResponse) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{32}
+	return file_guest_proto_rawDescGZIP(), []int{36}
 }
 
 type RemoveRequest struct {
@@ -2035,7 +2195,7 @@ type RemoveRequest struct {
 
 func (x *RemoveRequest) Reset() {
 	*x = RemoveRequest{}
-	mi := &file_guest_proto_msgTypes[33]
+	mi := &file_guest_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2047,7 +2207,7 @@ func (x *RemoveRequest) String() string {
 func (*RemoveRequest) ProtoMessage() {}
 
 func (x *RemoveRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[33]
+	mi := &file_guest_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2060,7 +2220,7 @@ func (x *RemoveRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RemoveRequest.ProtoReflect.Descriptor instead.
 func (*RemoveRequest) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{33}
+	return file_guest_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *RemoveRequest) GetPath() string {
@@ -2085,7 +2245,7 @@ type RemoveResponse struct {
 
 func (x *RemoveResponse) Reset() {
 	*x = RemoveResponse{}
-	mi := &file_guest_proto_msgTypes[34]
+	mi := &file_guest_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2097,7 +2257,7 @@ func (x *RemoveResponse) String() string {
 func (*RemoveResponse) ProtoMessage() {}
 
 func (x *RemoveResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[34]
+	mi := &file_guest_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2110,7 +2270,7 @@ func (x *RemoveResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RemoveResponse.ProtoReflect.Descriptor instead.
 func (*RemoveResponse) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{34}
+	return file_guest_proto_rawDescGZIP(), []int{38}
 }
 
 type Chunk struct {
@@ -2122,7 +2282,7 @@ type Chunk struct {
 
 func (x *Chunk) Reset() {
 	*x = Chunk{}
-	mi := &file_guest_proto_msgTypes[35]
+	mi := &file_guest_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2134,7 +2294,7 @@ func (x *Chunk) String() string {
 func (*Chunk) ProtoMessage() {}
 
 func (x *Chunk) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[35]
+	mi := &file_guest_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2147,7 +2307,7 @@ func (x *Chunk) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Chunk.ProtoReflect.Descriptor instead.
 func (*Chunk) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{35}
+	return file_guest_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *Chunk) GetData() []byte {
@@ -2169,7 +2329,7 @@ type ReadRequest struct {
 
 func (x *ReadRequest) Reset() {
 	*x = ReadRequest{}
-	mi := &file_guest_proto_msgTypes[36]
+	mi := &file_guest_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2181,7 +2341,7 @@ func (x *ReadRequest) String() string {
 func (*ReadRequest) ProtoMessage() {}
 
 func (x *ReadRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[36]
+	mi := &file_guest_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2194,7 +2354,7 @@ func (x *ReadRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadRequest.ProtoReflect.Descriptor instead.
 func (*ReadRequest) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{36}
+	return file_guest_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *ReadRequest) GetPath() string {
@@ -2235,7 +2395,7 @@ type WriteRequest struct {
 
 func (x *WriteRequest) Reset() {
 	*x = WriteRequest{}
-	mi := &file_guest_proto_msgTypes[37]
+	mi := &file_guest_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2247,7 +2407,7 @@ func (x *WriteRequest) String() string {
 func (*WriteRequest) ProtoMessage() {}
 
 func (x *WriteRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[37]
+	mi := &file_guest_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2260,7 +2420,7 @@ func (x *WriteRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WriteRequest.ProtoReflect.Descriptor instead.
 func (*WriteRequest) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{37}
+	return file_guest_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *WriteRequest) GetOpen() *WriteOpen {
@@ -2292,7 +2452,7 @@ type WriteOpen struct {
 
 func (x *WriteOpen) Reset() {
 	*x = WriteOpen{}
-	mi := &file_guest_proto_msgTypes[38]
+	mi := &file_guest_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2304,7 +2464,7 @@ func (x *WriteOpen) String() string {
 func (*WriteOpen) ProtoMessage() {}
 
 func (x *WriteOpen) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[38]
+	mi := &file_guest_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2317,7 +2477,7 @@ func (x *WriteOpen) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WriteOpen.ProtoReflect.Descriptor instead.
 func (*WriteOpen) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{38}
+	return file_guest_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *WriteOpen) GetPath() string {
@@ -2371,7 +2531,7 @@ type WriteResponse struct {
 
 func (x *WriteResponse) Reset() {
 	*x = WriteResponse{}
-	mi := &file_guest_proto_msgTypes[39]
+	mi := &file_guest_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2383,7 +2543,7 @@ func (x *WriteResponse) String() string {
 func (*WriteResponse) ProtoMessage() {}
 
 func (x *WriteResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[39]
+	mi := &file_guest_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2396,7 +2556,7 @@ func (x *WriteResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WriteResponse.ProtoReflect.Descriptor instead.
 func (*WriteResponse) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{39}
+	return file_guest_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *WriteResponse) GetWritten() uint64 {
@@ -2415,7 +2575,7 @@ type TarOutRequest struct {
 
 func (x *TarOutRequest) Reset() {
 	*x = TarOutRequest{}
-	mi := &file_guest_proto_msgTypes[40]
+	mi := &file_guest_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2427,7 +2587,7 @@ func (x *TarOutRequest) String() string {
 func (*TarOutRequest) ProtoMessage() {}
 
 func (x *TarOutRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[40]
+	mi := &file_guest_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2440,7 +2600,7 @@ func (x *TarOutRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TarOutRequest.ProtoReflect.Descriptor instead.
 func (*TarOutRequest) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{40}
+	return file_guest_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *TarOutRequest) GetPath() string {
@@ -2460,7 +2620,7 @@ type TarInRequest struct {
 
 func (x *TarInRequest) Reset() {
 	*x = TarInRequest{}
-	mi := &file_guest_proto_msgTypes[41]
+	mi := &file_guest_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2472,7 +2632,7 @@ func (x *TarInRequest) String() string {
 func (*TarInRequest) ProtoMessage() {}
 
 func (x *TarInRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[41]
+	mi := &file_guest_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2485,7 +2645,7 @@ func (x *TarInRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TarInRequest.ProtoReflect.Descriptor instead.
 func (*TarInRequest) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{41}
+	return file_guest_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *TarInRequest) GetOpen() *TarInOpen {
@@ -2512,7 +2672,7 @@ type TarInOpen struct {
 
 func (x *TarInOpen) Reset() {
 	*x = TarInOpen{}
-	mi := &file_guest_proto_msgTypes[42]
+	mi := &file_guest_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2524,7 +2684,7 @@ func (x *TarInOpen) String() string {
 func (*TarInOpen) ProtoMessage() {}
 
 func (x *TarInOpen) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[42]
+	mi := &file_guest_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2537,7 +2697,7 @@ func (x *TarInOpen) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TarInOpen.ProtoReflect.Descriptor instead.
 func (*TarInOpen) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{42}
+	return file_guest_proto_rawDescGZIP(), []int{46}
 }
 
 func (x *TarInOpen) GetPath() string {
@@ -2563,7 +2723,7 @@ type TarInResponse struct {
 
 func (x *TarInResponse) Reset() {
 	*x = TarInResponse{}
-	mi := &file_guest_proto_msgTypes[43]
+	mi := &file_guest_proto_msgTypes[47]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2575,7 +2735,7 @@ func (x *TarInResponse) String() string {
 func (*TarInResponse) ProtoMessage() {}
 
 func (x *TarInResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[43]
+	mi := &file_guest_proto_msgTypes[47]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2588,7 +2748,7 @@ func (x *TarInResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TarInResponse.ProtoReflect.Descriptor instead.
 func (*TarInResponse) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{43}
+	return file_guest_proto_rawDescGZIP(), []int{47}
 }
 
 func (x *TarInResponse) GetEntries() uint64 {
@@ -2609,7 +2769,7 @@ type TunnelRequest struct {
 
 func (x *TunnelRequest) Reset() {
 	*x = TunnelRequest{}
-	mi := &file_guest_proto_msgTypes[44]
+	mi := &file_guest_proto_msgTypes[48]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2621,7 +2781,7 @@ func (x *TunnelRequest) String() string {
 func (*TunnelRequest) ProtoMessage() {}
 
 func (x *TunnelRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_guest_proto_msgTypes[44]
+	mi := &file_guest_proto_msgTypes[48]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2634,7 +2794,7 @@ func (x *TunnelRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TunnelRequest.ProtoReflect.Descriptor instead.
 func (*TunnelRequest) Descriptor() ([]byte, []int) {
-	return file_guest_proto_rawDescGZIP(), []int{44}
+	return file_guest_proto_rawDescGZIP(), []int{48}
 }
 
 func (x *TunnelRequest) GetAddress() string {
@@ -2709,7 +2869,11 @@ const file_guest_proto_rawDesc = "" +
 	"HookResult\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x12\n" +
 	"\x04code\x18\x02 \x01(\x05R\x04code\x12\x16\n" +
-	"\x06output\x18\x03 \x01(\tR\x06output\"*\n" +
+	"\x06output\x18\x03 \x01(\tR\x06output\"#\n" +
+	"\rFreezeRequest\x12\x12\n" +
+	"\x04thaw\x18\x01 \x01(\bR\x04thaw\"(\n" +
+	"\x0eFreezeResponse\x12\x16\n" +
+	"\x06frozen\x18\x01 \x01(\bR\x06frozen\"*\n" +
 	"\x10OpenExtraRequest\x12\x16\n" +
 	"\x06ticket\x18\x01 \x01(\tR\x06ticket\"\x13\n" +
 	"\x11OpenExtraResponse\"4\n" +
@@ -2779,7 +2943,9 @@ const file_guest_proto_rawDesc = "" +
 	"\x03pid\x18\x02 \x01(\x03R\x03pid\x12\x16\n" +
 	"\x06exited\x18\x03 \x01(\bR\x06exited\x12\x14\n" +
 	"\x05acked\x18\x04 \x01(\x04R\x05acked\x12\x1a\n" +
-	"\bproduced\x18\x05 \x01(\x04R\bproduced\"\xbe\x01\n" +
+	"\bproduced\x18\x05 \x01(\x04R\bproduced\"\r\n" +
+	"\vSyncRequest\"\x0e\n" +
+	"\fSyncResponse\"\xbe\x01\n" +
 	"\bFileInfo\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x12\n" +
 	"\x04type\x18\x02 \x01(\tR\x04type\x12\x12\n" +
@@ -2845,11 +3011,11 @@ const file_guest_proto_rawDesc = "" +
 	"\aaddress\x18\x01 \x01(\tR\aaddress\x12\x12\n" +
 	"\x04data\x18\x02 \x01(\fR\x04data\x12\x1f\n" +
 	"\vclose_write\x18\x03 \x01(\bR\n" +
-	"closeWrite2\xe2\n" +
-	"\n" +
+	"closeWrite2\xf2\v\n" +
 	"\x05Guest\x12F\n" +
 	"\x05Setup\x12\x1d.cloche.guest.v1.SetupRequest\x1a\x1e.cloche.guest.v1.SetupResponse\x12R\n" +
-	"\tOpenExtra\x12!.cloche.guest.v1.OpenExtraRequest\x1a\".cloche.guest.v1.OpenExtraResponse\x12F\n" +
+	"\tOpenExtra\x12!.cloche.guest.v1.OpenExtraRequest\x1a\".cloche.guest.v1.OpenExtraResponse\x12I\n" +
+	"\x06Freeze\x12\x1e.cloche.guest.v1.FreezeRequest\x1a\x1f.cloche.guest.v1.FreezeResponse\x12F\n" +
 	"\x05Start\x12\x1d.cloche.guest.v1.StartRequest\x1a\x1e.cloche.guest.v1.StartResponse\x12B\n" +
 	"\x06Follow\x12\x1e.cloche.guest.v1.FollowRequest\x1a\x16.cloche.guest.v1.Event0\x01\x12@\n" +
 	"\x03Ack\x12\x1b.cloche.guest.v1.AckRequest\x1a\x1c.cloche.guest.v1.AckResponse\x12F\n" +
@@ -2857,6 +3023,7 @@ const file_guest_proto_rawDesc = "" +
 	"\x06Signal\x12\x1e.cloche.guest.v1.SignalRequest\x1a\x1f.cloche.guest.v1.SignalResponse\x12I\n" +
 	"\x06Resize\x12\x1e.cloche.guest.v1.ResizeRequest\x1a\x1f.cloche.guest.v1.ResizeResponse\x12O\n" +
 	"\bSessions\x12 .cloche.guest.v1.SessionsRequest\x1a!.cloche.guest.v1.SessionsResponse\x12C\n" +
+	"\x04Sync\x12\x1c.cloche.guest.v1.SyncRequest\x1a\x1d.cloche.guest.v1.SyncResponse\x12C\n" +
 	"\x04Stat\x12\x1c.cloche.guest.v1.StatRequest\x1a\x1d.cloche.guest.v1.StatResponse\x12E\n" +
 	"\x04List\x12\x1c.cloche.guest.v1.ListRequest\x1a\x1d.cloche.guest.v1.ListResponse0\x01\x12F\n" +
 	"\x05Mkdir\x12\x1d.cloche.guest.v1.MkdirRequest\x1a\x1e.cloche.guest.v1.MkdirResponse\x12C\n" +
@@ -2880,108 +3047,116 @@ func file_guest_proto_rawDescGZIP() []byte {
 	return file_guest_proto_rawDescData
 }
 
-var file_guest_proto_msgTypes = make([]protoimpl.MessageInfo, 47)
+var file_guest_proto_msgTypes = make([]protoimpl.MessageInfo, 51)
 var file_guest_proto_goTypes = []any{
 	(*Hello)(nil),             // 0: cloche.guest.v1.Hello
 	(*HelloAnswer)(nil),       // 1: cloche.guest.v1.HelloAnswer
 	(*SetupRequest)(nil),      // 2: cloche.guest.v1.SetupRequest
 	(*SetupResponse)(nil),     // 3: cloche.guest.v1.SetupResponse
 	(*HookResult)(nil),        // 4: cloche.guest.v1.HookResult
-	(*OpenExtraRequest)(nil),  // 5: cloche.guest.v1.OpenExtraRequest
-	(*OpenExtraResponse)(nil), // 6: cloche.guest.v1.OpenExtraResponse
-	(*WindowSize)(nil),        // 7: cloche.guest.v1.WindowSize
-	(*StartRequest)(nil),      // 8: cloche.guest.v1.StartRequest
-	(*StartResponse)(nil),     // 9: cloche.guest.v1.StartResponse
-	(*FollowRequest)(nil),     // 10: cloche.guest.v1.FollowRequest
-	(*Event)(nil),             // 11: cloche.guest.v1.Event
-	(*Exit)(nil),              // 12: cloche.guest.v1.Exit
-	(*AckRequest)(nil),        // 13: cloche.guest.v1.AckRequest
-	(*AckResponse)(nil),       // 14: cloche.guest.v1.AckResponse
-	(*StdinRequest)(nil),      // 15: cloche.guest.v1.StdinRequest
-	(*StdinResponse)(nil),     // 16: cloche.guest.v1.StdinResponse
-	(*SignalRequest)(nil),     // 17: cloche.guest.v1.SignalRequest
-	(*SignalResponse)(nil),    // 18: cloche.guest.v1.SignalResponse
-	(*ResizeRequest)(nil),     // 19: cloche.guest.v1.ResizeRequest
-	(*ResizeResponse)(nil),    // 20: cloche.guest.v1.ResizeResponse
-	(*SessionsRequest)(nil),   // 21: cloche.guest.v1.SessionsRequest
-	(*SessionsResponse)(nil),  // 22: cloche.guest.v1.SessionsResponse
-	(*SessionInfo)(nil),       // 23: cloche.guest.v1.SessionInfo
-	(*FileInfo)(nil),          // 24: cloche.guest.v1.FileInfo
-	(*StatRequest)(nil),       // 25: cloche.guest.v1.StatRequest
-	(*StatResponse)(nil),      // 26: cloche.guest.v1.StatResponse
-	(*ListRequest)(nil),       // 27: cloche.guest.v1.ListRequest
-	(*ListResponse)(nil),      // 28: cloche.guest.v1.ListResponse
-	(*MkdirRequest)(nil),      // 29: cloche.guest.v1.MkdirRequest
-	(*MkdirResponse)(nil),     // 30: cloche.guest.v1.MkdirResponse
-	(*MoveRequest)(nil),       // 31: cloche.guest.v1.MoveRequest
-	(*MoveResponse)(nil),      // 32: cloche.guest.v1.MoveResponse
-	(*RemoveRequest)(nil),     // 33: cloche.guest.v1.RemoveRequest
-	(*RemoveResponse)(nil),    // 34: cloche.guest.v1.RemoveResponse
-	(*Chunk)(nil),             // 35: cloche.guest.v1.Chunk
-	(*ReadRequest)(nil),       // 36: cloche.guest.v1.ReadRequest
-	(*WriteRequest)(nil),      // 37: cloche.guest.v1.WriteRequest
-	(*WriteOpen)(nil),         // 38: cloche.guest.v1.WriteOpen
-	(*WriteResponse)(nil),     // 39: cloche.guest.v1.WriteResponse
-	(*TarOutRequest)(nil),     // 40: cloche.guest.v1.TarOutRequest
-	(*TarInRequest)(nil),      // 41: cloche.guest.v1.TarInRequest
-	(*TarInOpen)(nil),         // 42: cloche.guest.v1.TarInOpen
-	(*TarInResponse)(nil),     // 43: cloche.guest.v1.TarInResponse
-	(*TunnelRequest)(nil),     // 44: cloche.guest.v1.TunnelRequest
-	nil,                       // 45: cloche.guest.v1.SetupRequest.EnvEntry
-	nil,                       // 46: cloche.guest.v1.StartRequest.EnvEntry
+	(*FreezeRequest)(nil),     // 5: cloche.guest.v1.FreezeRequest
+	(*FreezeResponse)(nil),    // 6: cloche.guest.v1.FreezeResponse
+	(*OpenExtraRequest)(nil),  // 7: cloche.guest.v1.OpenExtraRequest
+	(*OpenExtraResponse)(nil), // 8: cloche.guest.v1.OpenExtraResponse
+	(*WindowSize)(nil),        // 9: cloche.guest.v1.WindowSize
+	(*StartRequest)(nil),      // 10: cloche.guest.v1.StartRequest
+	(*StartResponse)(nil),     // 11: cloche.guest.v1.StartResponse
+	(*FollowRequest)(nil),     // 12: cloche.guest.v1.FollowRequest
+	(*Event)(nil),             // 13: cloche.guest.v1.Event
+	(*Exit)(nil),              // 14: cloche.guest.v1.Exit
+	(*AckRequest)(nil),        // 15: cloche.guest.v1.AckRequest
+	(*AckResponse)(nil),       // 16: cloche.guest.v1.AckResponse
+	(*StdinRequest)(nil),      // 17: cloche.guest.v1.StdinRequest
+	(*StdinResponse)(nil),     // 18: cloche.guest.v1.StdinResponse
+	(*SignalRequest)(nil),     // 19: cloche.guest.v1.SignalRequest
+	(*SignalResponse)(nil),    // 20: cloche.guest.v1.SignalResponse
+	(*ResizeRequest)(nil),     // 21: cloche.guest.v1.ResizeRequest
+	(*ResizeResponse)(nil),    // 22: cloche.guest.v1.ResizeResponse
+	(*SessionsRequest)(nil),   // 23: cloche.guest.v1.SessionsRequest
+	(*SessionsResponse)(nil),  // 24: cloche.guest.v1.SessionsResponse
+	(*SessionInfo)(nil),       // 25: cloche.guest.v1.SessionInfo
+	(*SyncRequest)(nil),       // 26: cloche.guest.v1.SyncRequest
+	(*SyncResponse)(nil),      // 27: cloche.guest.v1.SyncResponse
+	(*FileInfo)(nil),          // 28: cloche.guest.v1.FileInfo
+	(*StatRequest)(nil),       // 29: cloche.guest.v1.StatRequest
+	(*StatResponse)(nil),      // 30: cloche.guest.v1.StatResponse
+	(*ListRequest)(nil),       // 31: cloche.guest.v1.ListRequest
+	(*ListResponse)(nil),      // 32: cloche.guest.v1.ListResponse
+	(*MkdirRequest)(nil),      // 33: cloche.guest.v1.MkdirRequest
+	(*MkdirResponse)(nil),     // 34: cloche.guest.v1.MkdirResponse
+	(*MoveRequest)(nil),       // 35: cloche.guest.v1.MoveRequest
+	(*MoveResponse)(nil),      // 36: cloche.guest.v1.MoveResponse
+	(*RemoveRequest)(nil),     // 37: cloche.guest.v1.RemoveRequest
+	(*RemoveResponse)(nil),    // 38: cloche.guest.v1.RemoveResponse
+	(*Chunk)(nil),             // 39: cloche.guest.v1.Chunk
+	(*ReadRequest)(nil),       // 40: cloche.guest.v1.ReadRequest
+	(*WriteRequest)(nil),      // 41: cloche.guest.v1.WriteRequest
+	(*WriteOpen)(nil),         // 42: cloche.guest.v1.WriteOpen
+	(*WriteResponse)(nil),     // 43: cloche.guest.v1.WriteResponse
+	(*TarOutRequest)(nil),     // 44: cloche.guest.v1.TarOutRequest
+	(*TarInRequest)(nil),      // 45: cloche.guest.v1.TarInRequest
+	(*TarInOpen)(nil),         // 46: cloche.guest.v1.TarInOpen
+	(*TarInResponse)(nil),     // 47: cloche.guest.v1.TarInResponse
+	(*TunnelRequest)(nil),     // 48: cloche.guest.v1.TunnelRequest
+	nil,                       // 49: cloche.guest.v1.SetupRequest.EnvEntry
+	nil,                       // 50: cloche.guest.v1.StartRequest.EnvEntry
 }
 var file_guest_proto_depIdxs = []int32{
-	45, // 0: cloche.guest.v1.SetupRequest.env:type_name -> cloche.guest.v1.SetupRequest.EnvEntry
+	49, // 0: cloche.guest.v1.SetupRequest.env:type_name -> cloche.guest.v1.SetupRequest.EnvEntry
 	4,  // 1: cloche.guest.v1.SetupResponse.hooks:type_name -> cloche.guest.v1.HookResult
-	46, // 2: cloche.guest.v1.StartRequest.env:type_name -> cloche.guest.v1.StartRequest.EnvEntry
-	7,  // 3: cloche.guest.v1.StartRequest.tty:type_name -> cloche.guest.v1.WindowSize
-	12, // 4: cloche.guest.v1.Event.exit:type_name -> cloche.guest.v1.Exit
-	7,  // 5: cloche.guest.v1.ResizeRequest.size:type_name -> cloche.guest.v1.WindowSize
-	23, // 6: cloche.guest.v1.SessionsResponse.sessions:type_name -> cloche.guest.v1.SessionInfo
-	24, // 7: cloche.guest.v1.StatResponse.info:type_name -> cloche.guest.v1.FileInfo
-	24, // 8: cloche.guest.v1.ListResponse.entries:type_name -> cloche.guest.v1.FileInfo
-	38, // 9: cloche.guest.v1.WriteRequest.open:type_name -> cloche.guest.v1.WriteOpen
-	42, // 10: cloche.guest.v1.TarInRequest.open:type_name -> cloche.guest.v1.TarInOpen
+	50, // 2: cloche.guest.v1.StartRequest.env:type_name -> cloche.guest.v1.StartRequest.EnvEntry
+	9,  // 3: cloche.guest.v1.StartRequest.tty:type_name -> cloche.guest.v1.WindowSize
+	14, // 4: cloche.guest.v1.Event.exit:type_name -> cloche.guest.v1.Exit
+	9,  // 5: cloche.guest.v1.ResizeRequest.size:type_name -> cloche.guest.v1.WindowSize
+	25, // 6: cloche.guest.v1.SessionsResponse.sessions:type_name -> cloche.guest.v1.SessionInfo
+	28, // 7: cloche.guest.v1.StatResponse.info:type_name -> cloche.guest.v1.FileInfo
+	28, // 8: cloche.guest.v1.ListResponse.entries:type_name -> cloche.guest.v1.FileInfo
+	42, // 9: cloche.guest.v1.WriteRequest.open:type_name -> cloche.guest.v1.WriteOpen
+	46, // 10: cloche.guest.v1.TarInRequest.open:type_name -> cloche.guest.v1.TarInOpen
 	2,  // 11: cloche.guest.v1.Guest.Setup:input_type -> cloche.guest.v1.SetupRequest
-	5,  // 12: cloche.guest.v1.Guest.OpenExtra:input_type -> cloche.guest.v1.OpenExtraRequest
-	8,  // 13: cloche.guest.v1.Guest.Start:input_type -> cloche.guest.v1.StartRequest
-	10, // 14: cloche.guest.v1.Guest.Follow:input_type -> cloche.guest.v1.FollowRequest
-	13, // 15: cloche.guest.v1.Guest.Ack:input_type -> cloche.guest.v1.AckRequest
-	15, // 16: cloche.guest.v1.Guest.Stdin:input_type -> cloche.guest.v1.StdinRequest
-	17, // 17: cloche.guest.v1.Guest.Signal:input_type -> cloche.guest.v1.SignalRequest
-	19, // 18: cloche.guest.v1.Guest.Resize:input_type -> cloche.guest.v1.ResizeRequest
-	21, // 19: cloche.guest.v1.Guest.Sessions:input_type -> cloche.guest.v1.SessionsRequest
-	25, // 20: cloche.guest.v1.Guest.Stat:input_type -> cloche.guest.v1.StatRequest
-	27, // 21: cloche.guest.v1.Guest.List:input_type -> cloche.guest.v1.ListRequest
-	29, // 22: cloche.guest.v1.Guest.Mkdir:input_type -> cloche.guest.v1.MkdirRequest
-	31, // 23: cloche.guest.v1.Guest.Move:input_type -> cloche.guest.v1.MoveRequest
-	33, // 24: cloche.guest.v1.Guest.Remove:input_type -> cloche.guest.v1.RemoveRequest
-	36, // 25: cloche.guest.v1.Guest.Read:input_type -> cloche.guest.v1.ReadRequest
-	37, // 26: cloche.guest.v1.Guest.Write:input_type -> cloche.guest.v1.WriteRequest
-	40, // 27: cloche.guest.v1.Guest.TarOut:input_type -> cloche.guest.v1.TarOutRequest
-	41, // 28: cloche.guest.v1.Guest.TarIn:input_type -> cloche.guest.v1.TarInRequest
-	44, // 29: cloche.guest.v1.Guest.Tunnel:input_type -> cloche.guest.v1.TunnelRequest
-	3,  // 30: cloche.guest.v1.Guest.Setup:output_type -> cloche.guest.v1.SetupResponse
-	6,  // 31: cloche.guest.v1.Guest.OpenExtra:output_type -> cloche.guest.v1.OpenExtraResponse
-	9,  // 32: cloche.guest.v1.Guest.Start:output_type -> cloche.guest.v1.StartResponse
-	11, // 33: cloche.guest.v1.Guest.Follow:output_type -> cloche.guest.v1.Event
-	14, // 34: cloche.guest.v1.Guest.Ack:output_type -> cloche.guest.v1.AckResponse
-	16, // 35: cloche.guest.v1.Guest.Stdin:output_type -> cloche.guest.v1.StdinResponse
-	18, // 36: cloche.guest.v1.Guest.Signal:output_type -> cloche.guest.v1.SignalResponse
-	20, // 37: cloche.guest.v1.Guest.Resize:output_type -> cloche.guest.v1.ResizeResponse
-	22, // 38: cloche.guest.v1.Guest.Sessions:output_type -> cloche.guest.v1.SessionsResponse
-	26, // 39: cloche.guest.v1.Guest.Stat:output_type -> cloche.guest.v1.StatResponse
-	28, // 40: cloche.guest.v1.Guest.List:output_type -> cloche.guest.v1.ListResponse
-	30, // 41: cloche.guest.v1.Guest.Mkdir:output_type -> cloche.guest.v1.MkdirResponse
-	32, // 42: cloche.guest.v1.Guest.Move:output_type -> cloche.guest.v1.MoveResponse
-	34, // 43: cloche.guest.v1.Guest.Remove:output_type -> cloche.guest.v1.RemoveResponse
-	35, // 44: cloche.guest.v1.Guest.Read:output_type -> cloche.guest.v1.Chunk
-	39, // 45: cloche.guest.v1.Guest.Write:output_type -> cloche.guest.v1.WriteResponse
-	35, // 46: cloche.guest.v1.Guest.TarOut:output_type -> cloche.guest.v1.Chunk
-	43, // 47: cloche.guest.v1.Guest.TarIn:output_type -> cloche.guest.v1.TarInResponse
-	35, // 48: cloche.guest.v1.Guest.Tunnel:output_type -> cloche.guest.v1.Chunk
-	30, // [30:49] is the sub-list for method output_type
-	11, // [11:30] is the sub-list for method input_type
+	7,  // 12: cloche.guest.v1.Guest.OpenExtra:input_type -> cloche.guest.v1.OpenExtraRequest
+	5,  // 13: cloche.guest.v1.Guest.Freeze:input_type -> cloche.guest.v1.FreezeRequest
+	10, // 14: cloche.guest.v1.Guest.Start:input_type -> cloche.guest.v1.StartRequest
+	12, // 15: cloche.guest.v1.Guest.Follow:input_type -> cloche.guest.v1.FollowRequest
+	15, // 16: cloche.guest.v1.Guest.Ack:input_type -> cloche.guest.v1.AckRequest
+	17, // 17: cloche.guest.v1.Guest.Stdin:input_type -> cloche.guest.v1.StdinRequest
+	19, // 18: cloche.guest.v1.Guest.Signal:input_type -> cloche.guest.v1.SignalRequest
+	21, // 19: cloche.guest.v1.Guest.Resize:input_type -> cloche.guest.v1.ResizeRequest
+	23, // 20: cloche.guest.v1.Guest.Sessions:input_type -> cloche.guest.v1.SessionsRequest
+	26, // 21: cloche.guest.v1.Guest.Sync:input_type -> cloche.guest.v1.SyncRequest
+	29, // 22: cloche.guest.v1.Guest.Stat:input_type -> cloche.guest.v1.StatRequest
+	31, // 23: cloche.guest.v1.Guest.List:input_type -> cloche.guest.v1.ListRequest
+	33, // 24: cloche.guest.v1.Guest.Mkdir:input_type -> cloche.guest.v1.MkdirRequest
+	35, // 25: cloche.guest.v1.Guest.Move:input_type -> cloche.guest.v1.MoveRequest
+	37, // 26: cloche.guest.v1.Guest.Remove:input_type -> cloche.guest.v1.RemoveRequest
+	40, // 27: cloche.guest.v1.Guest.Read:input_type -> cloche.guest.v1.ReadRequest
+	41, // 28: cloche.guest.v1.Guest.Write:input_type -> cloche.guest.v1.WriteRequest
+	44, // 29: cloche.guest.v1.Guest.TarOut:input_type -> cloche.guest.v1.TarOutRequest
+	45, // 30: cloche.guest.v1.Guest.TarIn:input_type -> cloche.guest.v1.TarInRequest
+	48, // 31: cloche.guest.v1.Guest.Tunnel:input_type -> cloche.guest.v1.TunnelRequest
+	3,  // 32: cloche.guest.v1.Guest.Setup:output_type -> cloche.guest.v1.SetupResponse
+	8,  // 33: cloche.guest.v1.Guest.OpenExtra:output_type -> cloche.guest.v1.OpenExtraResponse
+	6,  // 34: cloche.guest.v1.Guest.Freeze:output_type -> cloche.guest.v1.FreezeResponse
+	11, // 35: cloche.guest.v1.Guest.Start:output_type -> cloche.guest.v1.StartResponse
+	13, // 36: cloche.guest.v1.Guest.Follow:output_type -> cloche.guest.v1.Event
+	16, // 37: cloche.guest.v1.Guest.Ack:output_type -> cloche.guest.v1.AckResponse
+	18, // 38: cloche.guest.v1.Guest.Stdin:output_type -> cloche.guest.v1.StdinResponse
+	20, // 39: cloche.guest.v1.Guest.Signal:output_type -> cloche.guest.v1.SignalResponse
+	22, // 40: cloche.guest.v1.Guest.Resize:output_type -> cloche.guest.v1.ResizeResponse
+	24, // 41: cloche.guest.v1.Guest.Sessions:output_type -> cloche.guest.v1.SessionsResponse
+	27, // 42: cloche.guest.v1.Guest.Sync:output_type -> cloche.guest.v1.SyncResponse
+	30, // 43: cloche.guest.v1.Guest.Stat:output_type -> cloche.guest.v1.StatResponse
+	32, // 44: cloche.guest.v1.Guest.List:output_type -> cloche.guest.v1.ListResponse
+	34, // 45: cloche.guest.v1.Guest.Mkdir:output_type -> cloche.guest.v1.MkdirResponse
+	36, // 46: cloche.guest.v1.Guest.Move:output_type -> cloche.guest.v1.MoveResponse
+	38, // 47: cloche.guest.v1.Guest.Remove:output_type -> cloche.guest.v1.RemoveResponse
+	39, // 48: cloche.guest.v1.Guest.Read:output_type -> cloche.guest.v1.Chunk
+	43, // 49: cloche.guest.v1.Guest.Write:output_type -> cloche.guest.v1.WriteResponse
+	39, // 50: cloche.guest.v1.Guest.TarOut:output_type -> cloche.guest.v1.Chunk
+	47, // 51: cloche.guest.v1.Guest.TarIn:output_type -> cloche.guest.v1.TarInResponse
+	39, // 52: cloche.guest.v1.Guest.Tunnel:output_type -> cloche.guest.v1.Chunk
+	32, // [32:53] is the sub-list for method output_type
+	11, // [11:32] is the sub-list for method input_type
 	11, // [11:11] is the sub-list for extension type_name
 	11, // [11:11] is the sub-list for extension extendee
 	0,  // [0:11] is the sub-list for field type_name
@@ -2992,7 +3167,7 @@ func file_guest_proto_init() {
 	if File_guest_proto != nil {
 		return
 	}
-	file_guest_proto_msgTypes[11].OneofWrappers = []any{
+	file_guest_proto_msgTypes[13].OneofWrappers = []any{
 		(*Event_Stdout)(nil),
 		(*Event_Stderr)(nil),
 		(*Event_Exit)(nil),
@@ -3003,7 +3178,7 @@ func file_guest_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_guest_proto_rawDesc), len(file_guest_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   47,
+			NumMessages:   51,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -133,6 +133,12 @@ type Image struct {
 // Traits are what a driver's machines have in common.
 type Traits struct {
 	Durability sandbox.Durability
+	// CachesDisk: what a guest has written may be in its own memory alone until it
+	// syncs, so a disk image holds it only if the guest is asked for that before.
+	CachesDisk bool
+	// OwnKernel: guests have a kernel of their own, whose generator of random
+	// numbers goes on from a memory image as it stood: they are frozen before it.
+	OwnKernel bool
 }
 
 // Living is the part of a Machine that every use of it needs.

@@ -19,6 +19,7 @@ import (
 	"os/signal"
 	"path"
 	"path/filepath"
+	"regexp"
 	"runtime"
 	"slices"
 	"strings"
@@ -36,23 +37,24 @@ const (
 )
 
 type options struct {
-	part, run, only, cache string
-	gvisor, json           bool
-	parallel               int
+	part, run, only, cache, program string
+	gvisor, json                    bool
+	parallel                        int
 }
 
 func main() {
 	var o options
 	flag.StringVar(&o.part, "part", "all", "`all` or ci, the part that CI runs")
 	flag.StringVar(&o.run, "run", "", "a `regexp` of tests to run, in place of each suite's own choice")
-	flag.StringVar(&o.only, "suite", "", "run only the suites whose names begin with that `prefix`")
+	flag.StringVar(&o.only, "suite", "", "run only the suites whose names begin with that `regexp`")
 	flag.BoolVar(&o.gvisor, "gvisor", true, "also run the gVisor driver's conformance there, over cgroup v2")
 	flag.BoolVar(&o.json, "json", false, "print the events of go test -json instead of lines")
 	flag.StringVar(&o.cache, "cache", "dist/nested", "`directory` of downloads, builds and logs")
+	flag.StringVar(&o.program, "cloche", "bin/cloche", "the built `program`, for the suite that runs it whole")
 	flag.IntVar(&o.parallel, "parallel", min(2, runtime.NumCPU()), "how many L1 run at a time")
 	only := flag.Bool("programs", false, "only get the real Firecracker and a kernel, and print the environment of tests that use them on this host")
 	flag.Parse()
-	if flag.NArg() > 0 || o.part != "all" && o.part != "ci" {
+	if _, err := regexp.Compile(o.only); err != nil || flag.NArg() > 0 || o.part != "all" && o.part != "ci" {
 		flag.Usage()
 		os.Exit(exitUsage)
 	}
@@ -88,6 +90,7 @@ type runner struct {
 	out    *printer
 	tools  nested.Tools
 	kernel *nested.Kernel
+	debs   []string    // the packages that the kernel is of
 	files  nested.Tree // what is in every L1
 }
 
@@ -124,10 +127,11 @@ func (r *runner) choose() []nested.Suite {
 	if r.o.part == "ci" {
 		suites = nested.CI()
 	}
+	only := regexp.MustCompile("^(?:" + r.o.only + ")")
 	var chosen []nested.Suite
 	seen := map[string]bool{}
 	for _, s := range suites {
-		if r.o.only != "" && !strings.HasPrefix(s.Name, r.o.only) || !r.o.gvisor && !s.Firecracker {
+		if !only.MatchString(s.Name) || !r.o.gvisor && !s.Firecracker {
 			continue
 		}
 		if r.o.run != "" {
@@ -184,6 +188,7 @@ func (r *runner) prepare(ctx context.Context, suites []nested.Suite) ([]nested.S
 	if err := nested.Prebuild(prebuilt, firecracker, r.kernel); err != nil {
 		return nil, err
 	}
+	r.debs = debs
 	r.describe(debs, prebuilt)
 	r.files = nested.Tree{}
 	err = errors.Join(r.files.AddDir(nested.Prebuilt, prebuilt), r.files.AddProgram("mkfs.ext4"), r.files.AddProgram("mkfs.erofs"))

@@ -119,6 +119,12 @@ func (r *runner) end(s nested.Suite, took time.Duration, passed bool) {
 func (r *runner) attempt(ctx context.Context, s nested.Suite, name string) (passed bool, err error) {
 	files := maps.Clone(r.files)
 	maps.Copy(files, s.Files)
+	if s.Whole {
+		files[nested.Prebuilt+"/cloche"] = nested.Node{Mode: 0o755, Host: r.o.program}
+		for i, deb := range r.debs {
+			files[fmt.Sprintf("%s/kernel-%d.deb", nested.Prebuilt, i)] = nested.Node{Host: deb}
+		}
+	}
 	test := "/tests/" + filepath.Base(r.binary(s))
 	files[test] = nested.Node{Mode: 0o755, Host: r.binary(s)}
 	l := &nested.L1{

@@ -46,6 +46,8 @@ const (
 	GuestSetupProcedure = "/cloche.guest.v1.Guest/Setup"
 	// GuestOpenExtraProcedure is the fully-qualified name of the Guest's OpenExtra RPC.
 	GuestOpenExtraProcedure = "/cloche.guest.v1.Guest/OpenExtra"
+	// GuestFreezeProcedure is the fully-qualified name of the Guest's Freeze RPC.
+	GuestFreezeProcedure = "/cloche.guest.v1.Guest/Freeze"
 	// GuestStartProcedure is the fully-qualified name of the Guest's Start RPC.
 	GuestStartProcedure = "/cloche.guest.v1.Guest/Start"
 	// GuestFollowProcedure is the fully-qualified name of the Guest's Follow RPC.
@@ -60,6 +62,8 @@ const (
 	GuestResizeProcedure = "/cloche.guest.v1.Guest/Resize"
 	// GuestSessionsProcedure is the fully-qualified name of the Guest's Sessions RPC.
 	GuestSessionsProcedure = "/cloche.guest.v1.Guest/Sessions"
+	// GuestSyncProcedure is the fully-qualified name of the Guest's Sync RPC.
+	GuestSyncProcedure = "/cloche.guest.v1.Guest/Sync"
 	// GuestStatProcedure is the fully-qualified name of the Guest's Stat RPC.
 	GuestStatProcedure = "/cloche.guest.v1.Guest/Stat"
 	// GuestListProcedure is the fully-qualified name of the Guest's List RPC.
@@ -88,6 +92,10 @@ type GuestClient interface {
 	Setup(context.Context, *connect.Request[guestv1.SetupRequest]) (*connect.Response[guestv1.SetupResponse], error)
 	// OpenExtra makes the agent dial one more connection whose Hello carries the ticket.
 	OpenExtra(context.Context, *connect.Request[guestv1.OpenExtraRequest]) (*connect.Response[guestv1.OpenExtraResponse], error)
+	// Freeze holds every process of the users still until the next Setup, or until it is told otherwise, where the guest has a kernel
+	// of its own: in a machine that goes on from a memory snapshot none of them runs before the kernel's generator has got new entropy.
+	// A minute of the machine's own time ends it too.
+	Freeze(context.Context, *connect.Request[guestv1.FreezeRequest]) (*connect.Response[guestv1.FreezeResponse], error)
 	// Start starts a process. Idempotent by session: a second Start of a known session answers the same.
 	Start(context.Context, *connect.Request[guestv1.StartRequest]) (*connect.Response[guestv1.StartResponse], error)
 	// Follow streams a session's events from an output offset on, until its exit event.
@@ -99,6 +107,8 @@ type GuestClient interface {
 	Resize(context.Context, *connect.Request[guestv1.ResizeRequest]) (*connect.Response[guestv1.ResizeResponse], error)
 	// Sessions lists the sessions the supervisor knows.
 	Sessions(context.Context, *connect.Request[guestv1.SessionsRequest]) (*connect.Response[guestv1.SessionsResponse], error)
+	// Sync returns when what was written to the root filesystem before the call is on the machine's disk.
+	Sync(context.Context, *connect.Request[guestv1.SyncRequest]) (*connect.Response[guestv1.SyncResponse], error)
 	Stat(context.Context, *connect.Request[guestv1.StatRequest]) (*connect.Response[guestv1.StatResponse], error)
 	List(context.Context, *connect.Request[guestv1.ListRequest]) (*connect.ServerStreamForClient[guestv1.ListResponse], error)
 	Mkdir(context.Context, *connect.Request[guestv1.MkdirRequest]) (*connect.Response[guestv1.MkdirResponse], error)
@@ -135,6 +145,12 @@ func NewGuestClient(httpClient connect.HTTPClient, baseURL string, opts ...conne
 			httpClient,
 			baseURL+GuestOpenExtraProcedure,
 			connect.WithSchema(guestMethods.ByName("OpenExtra")),
+			connect.WithClientOptions(opts...),
+		),
+		freeze: connect.NewClient[guestv1.FreezeRequest, guestv1.FreezeResponse](
+			httpClient,
+			baseURL+GuestFreezeProcedure,
+			connect.WithSchema(guestMethods.ByName("Freeze")),
 			connect.WithClientOptions(opts...),
 		),
 		start: connect.NewClient[guestv1.StartRequest, guestv1.StartResponse](
@@ -177,6 +193,12 @@ func NewGuestClient(httpClient connect.HTTPClient, baseURL string, opts ...conne
 			httpClient,
 			baseURL+GuestSessionsProcedure,
 			connect.WithSchema(guestMethods.ByName("Sessions")),
+			connect.WithClientOptions(opts...),
+		),
+		sync: connect.NewClient[guestv1.SyncRequest, guestv1.SyncResponse](
+			httpClient,
+			baseURL+GuestSyncProcedure,
+			connect.WithSchema(guestMethods.ByName("Sync")),
 			connect.WithClientOptions(opts...),
 		),
 		stat: connect.NewClient[guestv1.StatRequest, guestv1.StatResponse](
@@ -246,6 +268,7 @@ func NewGuestClient(httpClient connect.HTTPClient, baseURL string, opts ...conne
 type guestClient struct {
 	setup     *connect.Client[guestv1.SetupRequest, guestv1.SetupResponse]
 	openExtra *connect.Client[guestv1.OpenExtraRequest, guestv1.OpenExtraResponse]
+	freeze    *connect.Client[guestv1.FreezeRequest, guestv1.FreezeResponse]
 	start     *connect.Client[guestv1.StartRequest, guestv1.StartResponse]
 	follow    *connect.Client[guestv1.FollowRequest, guestv1.Event]
 	ack       *connect.Client[guestv1.AckRequest, guestv1.AckResponse]
@@ -253,6 +276,7 @@ type guestClient struct {
 	signal    *connect.Client[guestv1.SignalRequest, guestv1.SignalResponse]
 	resize    *connect.Client[guestv1.ResizeRequest, guestv1.ResizeResponse]
 	sessions  *connect.Client[guestv1.SessionsRequest, guestv1.SessionsResponse]
+	sync      *connect.Client[guestv1.SyncRequest, guestv1.SyncResponse]
 	stat      *connect.Client[guestv1.StatRequest, guestv1.StatResponse]
 	list      *connect.Client[guestv1.ListRequest, guestv1.ListResponse]
 	mkdir     *connect.Client[guestv1.MkdirRequest, guestv1.MkdirResponse]
@@ -273,6 +297,11 @@ func (c *guestClient) Setup(ctx context.Context, req *connect.Request[guestv1.Se
 // OpenExtra calls cloche.guest.v1.Guest.OpenExtra.
 func (c *guestClient) OpenExtra(ctx context.Context, req *connect.Request[guestv1.OpenExtraRequest]) (*connect.Response[guestv1.OpenExtraResponse], error) {
 	return c.openExtra.CallUnary(ctx, req)
+}
+
+// Freeze calls cloche.guest.v1.Guest.Freeze.
+func (c *guestClient) Freeze(ctx context.Context, req *connect.Request[guestv1.FreezeRequest]) (*connect.Response[guestv1.FreezeResponse], error) {
+	return c.freeze.CallUnary(ctx, req)
 }
 
 // Start calls cloche.guest.v1.Guest.Start.
@@ -308,6 +337,11 @@ func (c *guestClient) Resize(ctx context.Context, req *connect.Request[guestv1.R
 // Sessions calls cloche.guest.v1.Guest.Sessions.
 func (c *guestClient) Sessions(ctx context.Context, req *connect.Request[guestv1.SessionsRequest]) (*connect.Response[guestv1.SessionsResponse], error) {
 	return c.sessions.CallUnary(ctx, req)
+}
+
+// Sync calls cloche.guest.v1.Guest.Sync.
+func (c *guestClient) Sync(ctx context.Context, req *connect.Request[guestv1.SyncRequest]) (*connect.Response[guestv1.SyncResponse], error) {
+	return c.sync.CallUnary(ctx, req)
 }
 
 // Stat calls cloche.guest.v1.Guest.Stat.
@@ -366,6 +400,10 @@ type GuestHandler interface {
 	Setup(context.Context, *connect.Request[guestv1.SetupRequest]) (*connect.Response[guestv1.SetupResponse], error)
 	// OpenExtra makes the agent dial one more connection whose Hello carries the ticket.
 	OpenExtra(context.Context, *connect.Request[guestv1.OpenExtraRequest]) (*connect.Response[guestv1.OpenExtraResponse], error)
+	// Freeze holds every process of the users still until the next Setup, or until it is told otherwise, where the guest has a kernel
+	// of its own: in a machine that goes on from a memory snapshot none of them runs before the kernel's generator has got new entropy.
+	// A minute of the machine's own time ends it too.
+	Freeze(context.Context, *connect.Request[guestv1.FreezeRequest]) (*connect.Response[guestv1.FreezeResponse], error)
 	// Start starts a process. Idempotent by session: a second Start of a known session answers the same.
 	Start(context.Context, *connect.Request[guestv1.StartRequest]) (*connect.Response[guestv1.StartResponse], error)
 	// Follow streams a session's events from an output offset on, until its exit event.
@@ -377,6 +415,8 @@ type GuestHandler interface {
 	Resize(context.Context, *connect.Request[guestv1.ResizeRequest]) (*connect.Response[guestv1.ResizeResponse], error)
 	// Sessions lists the sessions the supervisor knows.
 	Sessions(context.Context, *connect.Request[guestv1.SessionsRequest]) (*connect.Response[guestv1.SessionsResponse], error)
+	// Sync returns when what was written to the root filesystem before the call is on the machine's disk.
+	Sync(context.Context, *connect.Request[guestv1.SyncRequest]) (*connect.Response[guestv1.SyncResponse], error)
 	Stat(context.Context, *connect.Request[guestv1.StatRequest]) (*connect.Response[guestv1.StatResponse], error)
 	List(context.Context, *connect.Request[guestv1.ListRequest], *connect.ServerStream[guestv1.ListResponse]) error
 	Mkdir(context.Context, *connect.Request[guestv1.MkdirRequest]) (*connect.Response[guestv1.MkdirResponse], error)
@@ -409,6 +449,12 @@ func NewGuestHandler(svc GuestHandler, opts ...connect.HandlerOption) (string, h
 		GuestOpenExtraProcedure,
 		svc.OpenExtra,
 		connect.WithSchema(guestMethods.ByName("OpenExtra")),
+		connect.WithHandlerOptions(opts...),
+	)
+	guestFreezeHandler := connect.NewUnaryHandler(
+		GuestFreezeProcedure,
+		svc.Freeze,
+		connect.WithSchema(guestMethods.ByName("Freeze")),
 		connect.WithHandlerOptions(opts...),
 	)
 	guestStartHandler := connect.NewUnaryHandler(
@@ -451,6 +497,12 @@ func NewGuestHandler(svc GuestHandler, opts ...connect.HandlerOption) (string, h
 		GuestSessionsProcedure,
 		svc.Sessions,
 		connect.WithSchema(guestMethods.ByName("Sessions")),
+		connect.WithHandlerOptions(opts...),
+	)
+	guestSyncHandler := connect.NewUnaryHandler(
+		GuestSyncProcedure,
+		svc.Sync,
+		connect.WithSchema(guestMethods.ByName("Sync")),
 		connect.WithHandlerOptions(opts...),
 	)
 	guestStatHandler := connect.NewUnaryHandler(
@@ -519,6 +571,8 @@ func NewGuestHandler(svc GuestHandler, opts ...connect.HandlerOption) (string, h
 			guestSetupHandler.ServeHTTP(w, r)
 		case GuestOpenExtraProcedure:
 			guestOpenExtraHandler.ServeHTTP(w, r)
+		case GuestFreezeProcedure:
+			guestFreezeHandler.ServeHTTP(w, r)
 		case GuestStartProcedure:
 			guestStartHandler.ServeHTTP(w, r)
 		case GuestFollowProcedure:
@@ -533,6 +587,8 @@ func NewGuestHandler(svc GuestHandler, opts ...connect.HandlerOption) (string, h
 			guestResizeHandler.ServeHTTP(w, r)
 		case GuestSessionsProcedure:
 			guestSessionsHandler.ServeHTTP(w, r)
+		case GuestSyncProcedure:
+			guestSyncHandler.ServeHTTP(w, r)
 		case GuestStatProcedure:
 			guestStatHandler.ServeHTTP(w, r)
 		case GuestListProcedure:
@@ -570,6 +626,10 @@ func (UnimplementedGuestHandler) OpenExtra(context.Context, *connect.Request[gue
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("cloche.guest.v1.Guest.OpenExtra is not implemented"))
 }
 
+func (UnimplementedGuestHandler) Freeze(context.Context, *connect.Request[guestv1.FreezeRequest]) (*connect.Response[guestv1.FreezeResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("cloche.guest.v1.Guest.Freeze is not implemented"))
+}
+
 func (UnimplementedGuestHandler) Start(context.Context, *connect.Request[guestv1.StartRequest]) (*connect.Response[guestv1.StartResponse], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("cloche.guest.v1.Guest.Start is not implemented"))
 }
@@ -596,6 +656,10 @@ func (UnimplementedGuestHandler) Resize(context.Context, *connect.Request[guestv
 
 func (UnimplementedGuestHandler) Sessions(context.Context, *connect.Request[guestv1.SessionsRequest]) (*connect.Response[guestv1.SessionsResponse], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("cloche.guest.v1.Guest.Sessions is not implemented"))
+}
+
+func (UnimplementedGuestHandler) Sync(context.Context, *connect.Request[guestv1.SyncRequest]) (*connect.Response[guestv1.SyncResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("cloche.guest.v1.Guest.Sync is not implemented"))
 }
 
 func (UnimplementedGuestHandler) Stat(context.Context, *connect.Request[guestv1.StatRequest]) (*connect.Response[guestv1.StatResponse], error) {

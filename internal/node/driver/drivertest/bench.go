@@ -57,6 +57,14 @@ func (b *bench) open() driver.Driver {
 	return d
 }
 
+// drop removes an image that is needed no more.
+func (b *bench) drop(dir string) {
+	b.Helper()
+	if err := os.RemoveAll(dir); err != nil {
+		b.Errorf("%v", err)
+	}
+}
+
 // restart ends the driver and makes another over what it left.
 func (b *bench) restart() {
 	b.Helper()

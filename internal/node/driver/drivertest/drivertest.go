@@ -89,7 +89,7 @@ const clauseTimeout = 60 * time.Second
 
 // Contract is the whole contract, in the order in which it is tested.
 var Contract = concat(lifeClauses, createClauses, diskClauses, boundClauses, networkClauses, processClauses, streamClauses,
-	agentClauses, endClauses, adoptClauses, discardClauses, pauseClauses, memoryClauses, diskImageClauses, hostileClauses, tidyClauses)
+	agentClauses, endClauses, adoptClauses, discardClauses, pauseClauses, memoryClauses, forkClauses, diskImageClauses, hostileClauses, tidyClauses)
 
 func concat(lists ...[]Clause) []Clause {
 	var all []Clause

@@ -15,6 +15,8 @@ type Fault struct {
 	Name   string
 	Clause string // that must fail
 	guest  bool   // Name is a fault of the guest's
+	caches bool   // it is one where guests cache their disks (driver.Traits)
+	kernel bool   // it is one where guests have a kernel of their own
 	wrap   func(*broken)
 }
 
@@ -37,6 +39,10 @@ var Faults = []Fault{
 	{Name: "orphan_wait", Clause: "orphans-dont-delay", guest: true},
 	{Name: "hello_unproven", Clause: "hello-proof", guest: true},
 	{Name: "agent_once", Clause: "agent-restart", guest: true},
+	{Name: "sync_ignored", Clause: "disk-unsynced", guest: true, caches: true},
+	{Name: "reboot_allowed", Clause: "reboot-refused", guest: true, kernel: true},
+	{Name: "no_reseed", Clause: "fork-random", guest: true, kernel: true},
+	{Name: "no_freeze", Clause: "frozen", guest: true, kernel: true},
 
 	{Name: "create_returns_early", Clause: "create-runs", wrap: func(k *broken) { k.early = true }},
 	{Name: "create_ignores_cancel", Clause: "create-cancelled", wrap: func(k *broken) { k.deaf = true }},
@@ -65,7 +71,11 @@ var Faults = []Fault{
 // RunFaults proves that the contract bites: the clause of each fault fails
 // with it, and holds without it.
 func RunFaults(t *testing.T, h Harness) {
+	traits := h.traits(t)
 	for _, f := range Faults {
+		if f.caches && !traits.CachesDisk || f.kernel && !traits.OwnKernel {
+			continue
+		}
 		t.Run(f.Name, func(t *testing.T) {
 			c, ok := find(f.Clause)
 			if !ok {
@@ -74,6 +84,21 @@ func RunFaults(t *testing.T, h Harness) {
 			contrast(t, c, h.with(f, false), h.with(f, true))
 		})
 	}
+}
+
+// traits are those of the harness's driver.
+func (h Harness) traits(t *testing.T) driver.Traits {
+	t.Helper()
+	d, shut, err := h.Open()
+	if err != nil {
+		t.Fatalf("open the driver: %v", err)
+	}
+	defer func() {
+		if err := shut(t.Context()); err != nil {
+			t.Errorf("end the driver: %v", err)
+		}
+	}()
+	return d.Traits()
 }
 
 // RunBroken proves that a clause, by name, holds for one harness and fails for

@@ -24,6 +24,14 @@ func openFiles(pid int) []string {
 }
 
 var hostileClauses = []Clause{
+	{"reboot-refused", "Nobody inside, root included, can restart, halt or power off the machine by asking its kernel to.", func(b *bench) {
+		x := b.box()
+		want := strings.Repeat("refused\n", 4)
+		b.want("what root got", x.root("reboot"), want)
+		b.want("what a user got", x.user("reboot"), want)
+		b.want("a file after that", x.user("cat", "/etc/mark"), "from the image")
+		b.alive(x.m)
+	}},
 	{"impostor", "A process inside that says the agent's hello gets no answer, and the agent stays.", func(b *bench) {
 		x := b.box()
 		generation, _ := x.link.Generation()

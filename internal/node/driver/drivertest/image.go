@@ -125,8 +125,10 @@ func (x *box) readopt() {
 	}
 }
 
-// snapshot takes an image as a node does: of a memory image the connections are
-// closed first and a new hello is awaited, unless the machine is paused.
+// snapshot takes an image as a node does. Of a memory image what runs is frozen,
+// the connections are closed first and a new hello is awaited; for a disk image
+// the guest is asked to sync where it caches. A machine that is paused can't be
+// asked for anything.
 func (x *box) snapshot(kind sandbox.SnapshotKind) driver.Image {
 	x.b.Helper()
 	dir, err := os.MkdirTemp("", "cloche-image-")
@@ -142,7 +144,12 @@ func (x *box) snapshot(kind sandbox.SnapshotKind) driver.Image {
 		x.b.Fatalf("paused: %v", err)
 	}
 	if memory {
+		if !paused {
+			x.freeze()
+		}
 		x.link.Close()
+	} else if !paused && x.b.d.Traits().CachesDisk {
+		x.sync()
 	}
 	image, err := x.m.Snapshot(x.b.ctx, dir, kind)
 	if err != nil {
@@ -160,6 +167,16 @@ func (x *box) snapshot(kind sandbox.SnapshotKind) driver.Image {
 		}
 	}
 	return image
+}
+
+// sync has the guest write to its disk what it keeps in memory.
+func (x *box) sync() {
+	x.b.Helper()
+	ctx, cancel := x.b.within(x.b.patience())
+	defer cancel()
+	if _, err := x.client().Sync(ctx, connect.NewRequest(&guestv1.SyncRequest{})); err != nil {
+		x.b.Fatalf("sync: %v", err)
+	}
 }
 
 // restore makes a machine from an image of x and waits for its guest.
@@ -381,6 +398,19 @@ var diskImageClauses = []Clause{
 		x.advances(session, r)
 		if after, _ := x.link.Generation(); after != before {
 			b.Errorf("the agent dialled again: %d connections before, %d after", before, after)
+		}
+	}},
+	{"disk-unsynced", "A disk image holds what was written before it and synced by nobody, once a guest that caches was asked to sync.", func(b *bench) {
+		x := b.box()
+		big := strings.Repeat("unsynced ", 2000)
+		for i := range 3 {
+			x.user("scribble", "/tmp/"+strconv.Itoa(i), big+strconv.Itoa(i))
+		}
+		y := x.restore(x.snapshot(sandbox.SnapshotDisk), nil)
+		for i := range 3 {
+			if got := y.root("cat", "/tmp/"+strconv.Itoa(i)); got != big+strconv.Itoa(i) {
+				b.Errorf("file %d holds %d bytes, and %d were written", i, len(got), len(big)+1)
+			}
 		}
 	}},
 	{"disk-restore", "A machine made from a disk image is a new boot with the old disk: changed, new and removed files, owners, modes, times to the second; nothing else.", diskRestore},

@@ -28,6 +28,24 @@ func TestConformance(t *testing.T) {
 	t.Run("firecracker", func(t *testing.T) { drivertest.Run(t, h) })
 }
 
+// TestForks makes eight machines of one image.
+func TestForks(t *testing.T) {
+	h := newHarness(t)
+	t.Run("firecracker", func(t *testing.T) { drivertest.Forks(t, h, 8) })
+}
+
+// TestUnseededForks proves that TestForks notices a guest that is not reseeded.
+func TestUnseededForks(t *testing.T) {
+	h := newHarness(t)
+	t.Run("firecracker", func(t *testing.T) { drivertest.UnseededForks(t, h, 8, 5) })
+}
+
+// TestCycles suspends and restores one machine, over and over.
+func TestCycles(t *testing.T) {
+	h := newHarness(t)
+	t.Run("firecracker", func(t *testing.T) { drivertest.Cycles(t, h, 20) })
+}
+
 // TestBrokenDrivers proves that the contract notices drivers and guests that
 // break it.
 func TestBrokenDrivers(t *testing.T) {

@@ -204,9 +204,7 @@ func (m *machine) start(ctx context.Context, p plan) error {
 		MemoryBytes: memory + overhead(memory), MilliCPU: r.MilliCPU, Tasks: p.vcpus() + spareTasks,
 		FileBytes: max(memory, int64(r.DiskMiB)*mib) + mib,
 	}
-	if !p.loads() {
-		limits.MilliCPU = 1000 * (p.vcpus() + 1) // and one for the VMM's own threads
-	}
+	limits.MilliCPU = 1000 * (p.vcpus() + 1) // and one for the VMM's own threads; its share holds when it is up
 	var err error
 	if m.tap, m.mac, err = m.d.o.Networks.Tap(ctx, m.id, m.record().UID); err != nil {
 		return err
@@ -223,7 +221,14 @@ func (m *machine) start(ctx context.Context, p plan) error {
 		return err
 	}
 	m.d.watch(m) //nolint:contextcheck // it is watched beyond the call
-	info, err := m.answer(ctx)
+	if p.loads() {
+		return nil // what it is asked first it may be asked at once
+	}
+	var info vmm.Info
+	err = m.whenThere(ctx, func(ctx context.Context) (err error) {
+		info, err = m.client.Info(ctx)
+		return err
+	})
 	if err != nil {
 		return m.because(err)
 	}
@@ -233,22 +238,21 @@ func (m *machine) start(ctx context.Context, p plan) error {
 	return nil
 }
 
-// answer waits for a VMM that was just started. It tells by nothing but its
-// socket that it listens.
-func (m *machine) answer(ctx context.Context) (vmm.Info, error) {
-	ctx, cancel := context.WithTimeout(ctx, askTimeout)
-	defer cancel()
-	for wait := time.Millisecond; ; wait = min(2*wait, 10*time.Millisecond) {
-		info, err := m.client.Info(ctx)
-		if err == nil || !errors.Is(err, vmm.ErrGone) {
-			return info, err
+// whenThere asks a VMM that was just started, again until it listens: it tells of
+// that by nothing but its socket.
+func (m *machine) whenThere(ctx context.Context, ask func(context.Context) error) error {
+	until := time.Now().Add(askTimeout)
+	for {
+		err := ask(ctx)
+		if !vmm.NotThere(err) || time.Now().After(until) {
+			return err
 		}
 		select {
 		case <-m.exited:
-			return info, err
+			return err
 		case <-ctx.Done():
-			return info, ctx.Err()
-		case <-time.After(wait):
+			return ctx.Err()
+		case <-time.After(time.Millisecond):
 		}
 	}
 }
@@ -307,16 +311,16 @@ func (m *machine) boot(ctx context.Context, p plan) error {
 	if err != nil {
 		return err
 	}
-	defer func() {
-		_ = reports.Close()
-		_ = m.jail.Drop(reportName, "vmlinux", "initrd") // it has read them
-	}()
+	defer func() { _ = reports.Close() }()
 	// The VMM has it; the gateway must, before the guest runs.
 	if err := m.d.o.Networks.MoveTap(ctx, m.id); err != nil {
 		return err
 	}
 	m.d.at("make.configured")
-	if err := m.client.Start(asked); err != nil {
+	// It reads the kernel for that, and many may do so at once.
+	starting, cancel := context.WithTimeout(ctx, bootTimeout)
+	defer cancel()
+	if err := m.client.Start(starting); err != nil {
 		return kvmHint(err)
 	}
 	m.d.at("make.booting")
@@ -325,7 +329,17 @@ func (m *machine) boot(ctx context.Context, p plan) error {
 			return err
 		}
 	}
+	// Nothing but our own /init has run in the guest until now.
+	if err := m.seal(); err != nil {
+		return err
+	}
 	return m.jail.Group().SetCPU(p.spec.Resources.MilliCPU)
+}
+
+// seal leaves in the jail what the VMM and its guest go on to use, once the VMM
+// has opened everything else.
+func (m *machine) seal() error {
+	return m.jail.Seal(vsockName, agentName, "template", diskName)
 }
 
 // kvmHint says what to do where the VMM has no KVM.

@@ -24,8 +24,13 @@
 // The host's limit is higher by what the VMM needs and by a share for the page
 // cache of the machine's own disk.
 //
-// CPU. A machine's share holds from when its guest has booted. Until then it has
-// whole cores, so that a small share does not make a kernel take a minute.
+// CPU. A machine's share holds from when its guest has booted, or, after a
+// restore, a moment after its agent has dialled. Until then it has whole cores, so
+// that a small share does not make a kernel take a minute.
+//
+// Time. Nothing on the way to a running machine sleeps for a fixed while: the
+// kernel tells when the jailer ends and when the guest dials. Only that a VMM
+// listens at its socket nothing tells; it is tried each millisecond.
 //
 // The node calls it.
 package firecracker

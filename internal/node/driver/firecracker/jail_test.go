@@ -53,6 +53,7 @@ func TestJail(t *testing.T) {
 
 	m := f.create()
 	y := f.restore(f.snapshot(m, sandbox.SnapshotMemory))
+	y.share() // else a little later
 	for _, x := range []*machine{m, y} {
 		f.confined(x)
 		f.sees(x)
@@ -132,8 +133,7 @@ func (f *fixture) sees(m *machine) {
 		f.t.Fatal(err)
 	}
 	want := map[string]file{
-		"/": {fs.ModeDir | 0o700, rec.UID}, "/dev": {fs.ModeDir | 0o700, rec.UID}, "/dev/net": {fs.ModeDir | 0o700, rec.UID}, "/run": {fs.ModeDir | 0o700, rec.UID},
-		"/template": {0o644, 0}, "/disk": {0o600, rec.UID}, "/log": {fs.ModeNamedPipe | 0o600, rec.UID},
+		"/": {fs.ModeDir | 0o700, rec.UID}, "/template": {0o644, 0}, "/disk": {0o600, rec.UID},
 		"/v.sock_1024": {fs.ModeSocket | 0o600, rec.UID},
 	}
 	for name, w := range want {
@@ -142,10 +142,8 @@ func (f *fixture) sees(m *machine) {
 		}
 		delete(seen, name)
 	}
-	// What the jailer and the VMM make, whose modes are theirs.
-	made := []string{
-		"/api.sock", "/v.sock", "/firecracker", "/firecracker.pid", "/dev/kvm", "/dev/net/tun", "/dev/urandom", "/dev/userfaultfd",
-	}
+	// What the VMM makes, whose modes are its own.
+	made := []string{"/api.sock", "/v.sock"}
 	for name, file := range seen {
 		if !slices.Contains(made, name) {
 			f.t.Errorf("it sees %s, which is %v", name, file)
@@ -198,6 +196,70 @@ func (f *fixture) limited(m *machine) {
 			f.t.Errorf("its limits lack %q", want)
 		}
 	}
+}
+
+// quota is what a machine's control group says of its share.
+func (f *fixture) quota(m *machine) string {
+	f.t.Helper()
+	file := "cpu" + f.d.parent + "/" + jail.NameOf(m.ID()) + "/cpu.cfs_quota_us"
+	if f.d.tree.Version() == 2 {
+		file = f.d.parent + "/" + jail.NameOf(m.ID()) + "/cpu.max"
+	}
+	text, err := os.ReadFile("/sys/fs/cgroup/" + file)
+	if err != nil {
+		f.t.Fatal(err)
+	}
+	return strings.Fields(string(text))[0]
+}
+
+// TestARestoredMachineGetsItsShare when its agent has dialled, when it has not for
+// some time, and when it is adopted.
+func TestARestoredMachineGetsItsShare(t *testing.T) {
+	f := newFixture(t)
+	m := f.create()
+	image := f.snapshot(m, sandbox.SnapshotMemory)
+	f.rest(m)
+	const whole, share = "200000", "30000"
+	check := func(what string, m *machine, want string) {
+		t.Helper()
+		if got := f.quota(m); got != want {
+			t.Errorf("%s its quota is %s, not %s", what, got, want)
+		}
+	}
+	f.d.test.at = func(step string) {
+		if step == "make.loaded" {
+			for _, id := range f.ids {
+				if m := f.d.machines[id]; m != nil && id != f.ids[0] {
+					check("when it is loaded", m, whole)
+				}
+			}
+		}
+	}
+	y := f.restore(image)
+	f.d.test.at = nil
+	f.rest(y) // else its agent dials
+	f.dials(y)
+	for until := time.Now().Add(lendFor / 2); f.quota(y) == whole && time.Now().Before(until); {
+		time.Sleep(time.Millisecond)
+	}
+	check("after it was dialled", y, share)
+	z := f.restore(image)
+	f.rest(z)
+	z.share()
+	check("after its time", z, share)
+	z.share()
+	x := f.restore(image)
+	f.rest(x)
+	f.restart()
+	check("after the daemon ended", x, share)
+	x = f.adopt(x.ID())
+	check("adopted", x, share)
+	if err := x.jail.Group().SetCPU(2000); err != nil {
+		t.Fatal(err)
+	}
+	f.d.machines = map[string]*machine{} // as if the daemon had been killed
+	x = f.adopt(x.ID())
+	check("adopted after a kill", x, share)
 }
 
 func openFiles(m *machine) []string {
@@ -280,13 +342,13 @@ func (f *fixture) dials(m *machine) {
 		f.t.Fatalf("dial: %v", err)
 	}
 	defer conn.Close()
-	_ = l.(*driver.GuestListener).Listener.(*net.UnixListener).SetDeadline(time.Now().Add(5 * time.Second))
+	_ = l.(*driver.GuestListener).Listener.(*agentListener).SetDeadline(time.Now().Add(5 * time.Second))
 	got, err := l.Accept()
 	if err != nil {
 		f.t.Fatalf("accept: %v", err)
 	}
 	_ = got.Close()
-	_ = l.(*driver.GuestListener).Listener.(*net.UnixListener).SetDeadline(time.Time{})
+	_ = l.(*driver.GuestListener).Listener.(*agentListener).SetDeadline(time.Time{})
 }
 
 // TestGuest listens where the VMM dials, again after a close and a restart.

@@ -50,8 +50,10 @@ type machine struct {
 	end     sandbox.End
 	guest   driver.Guests
 	watched bool
-	killed  bool // by us
-	gone    bool // it was discarded: nothing of it may come back
+	killed  bool        // by us
+	gone    bool        // it was discarded: nothing of it may come back
+	lent    *time.Timer // nil: its share of the processors holds
+	dialled bool        // since it was lent more
 }
 
 func newMachine(d *Driver, rec record) *machine {
@@ -113,6 +115,10 @@ func (m *machine) find(ctx context.Context) error {
 	}
 	// What an image's asker has left that is gone.
 	if err := m.jail.DropRoom(roomName); err != nil {
+		return err
+	}
+	// Whoever restored it may not have come to that.
+	if err := m.jail.Group().SetCPU(rec.Resources.MilliCPU); err != nil {
 		return err
 	}
 	if rec.Held {
@@ -257,7 +263,67 @@ func (m *machine) Stats(context.Context) (driver.Stats, error) {
 // Guest implements driver.Machine. The socket is in the jail, for its VMM
 // alone; of what dials there only the guest's vsock is known.
 func (m *machine) Guest() (net.Listener, error) {
-	return m.guest.Listen(m.id, func() (net.Listener, error) { return m.jail.Listen(agentName, m.record().UID) })
+	return m.guest.Listen(m.id, func() (net.Listener, error) {
+		l, err := m.jail.Listen(agentName, m.record().UID)
+		if err != nil {
+			return nil, err
+		}
+		return &agentListener{l, m}, nil
+	})
+}
+
+// agentListener is the socket that a machine's agent dials.
+type agentListener struct {
+	*net.UnixListener
+	m *machine
+}
+
+// Accept implements net.Listener.
+func (l *agentListener) Accept() (net.Conn, error) {
+	conn, err := l.UnixListener.Accept()
+	if err == nil {
+		l.m.shareSoon()
+	}
+	return conn, err
+}
+
+const (
+	// lendFor bounds how long a restored machine has whole processors when its
+	// agent does not dial, and lendMore when it has: for its hello and its setup.
+	lendFor  = 5 * time.Second
+	lendMore = 500 * time.Millisecond
+)
+
+// shareWhenDialled lets a restored machine have whole processors until its agent
+// is there: it is waited for, and a small share would make that seconds.
+func (m *machine) shareWhenDialled() {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.lent = time.AfterFunc(lendFor, m.share)
+}
+
+func (m *machine) shareSoon() {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.lent != nil && !m.dialled {
+		m.dialled = true
+		m.lent.Reset(lendMore)
+	}
+}
+
+// share has the machine's share of the processors hold from now on.
+func (m *machine) share() {
+	m.mu.Lock()
+	lent, milli := m.lent, m.rec.Resources.MilliCPU
+	m.lent = nil
+	m.mu.Unlock()
+	if lent == nil {
+		return
+	}
+	lent.Stop()
+	if err := m.jail.Group().SetCPU(milli); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		m.d.o.Log.Warn("a machine's share of the processors can't be set", "machine", m.id, "err", err)
+	}
 }
 
 // retire closes what is open for good: the machine is being discarded.
@@ -265,6 +331,10 @@ func (m *machine) retire() {
 	m.mu.Lock()
 	m.gone = true
 	watched := m.watched
+	if m.lent != nil {
+		m.lent.Stop()
+		m.lent = nil
+	}
 	m.mu.Unlock()
 	m.guest.Retire()
 	if !watched { // else the watcher does, when it has read the log
@@ -274,6 +344,7 @@ func (m *machine) retire() {
 
 // letGo closes what is open. The machine lives on.
 func (m *machine) letGo() {
+	m.share()
 	m.guest.Close()
 	m.client.Close()
 	m.mu.Lock()

@@ -24,9 +24,9 @@ const (
 )
 
 // Traits implements driver.Restorer. A disk is a file, and the guest's flushes
-// reach it.
+// reach it; what its kernel has not flushed is in its page cache.
 func (d *Driver) Traits() driver.Traits {
-	return driver.Traits{Durability: sandbox.DurabilityCrash}
+	return driver.Traits{Durability: sandbox.DurabilityCrash, CachesDisk: true, OwnKernel: true}
 }
 
 // Missing implements driver.Restorer. A disk image is an ext4 filesystem, which
@@ -100,7 +100,8 @@ func (m *machine) load(ctx context.Context) error {
 	}
 	asked, cancel := context.WithTimeout(ctx, saveTimeout)
 	defer cancel()
-	if err := m.client.Load(asked, "/"+stateName, "/"+memName); err != nil {
+	err := m.whenThere(asked, func(ctx context.Context) error { return m.client.Load(ctx, "/"+stateName, "/"+memName) })
+	if err != nil {
 		var f *vmm.Fault
 		if errors.As(err, &f) {
 			return sandbox.Errorf(sandbox.FailedPrecondition, "image_refused", "Firecracker refuses the snapshot: %w", f)
@@ -112,11 +113,15 @@ func (m *machine) load(ctx context.Context) error {
 		return err
 	}
 	m.d.at("make.loaded")
-	// The memory stays mapped; nothing else is read again.
-	if err := m.jail.Drop(stateName, memName); err != nil {
+	// Before the guest goes on: who is in there may be hostile already.
+	if err := m.seal(); err != nil {
 		return err
 	}
-	return m.client.Resume(asked)
+	if err := m.client.Resume(asked); err != nil {
+		return err
+	}
+	m.shareWhenDialled()
+	return nil
 }
 
 // Pause implements driver.Pauser.

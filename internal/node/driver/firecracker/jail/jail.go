@@ -15,6 +15,8 @@
 //     can change (the disk, the log), or is opened without following a link.
 //     And no owner or mode is ever changed there by name, since a name may be
 //     another file's by then, and that file may be every machine's.
+//   - What the VMM has opened and nobody needs by name is taken out of the jail
+//     (Seal) before anybody hostile runs in its guest.
 //   - A process is killed by a pidfd, or for being in the jail's control group,
 //     never by a bare number.
 //   - The VMM outlives whoever started it. It holds no pipe that needs a reader:
@@ -103,7 +105,11 @@ func (j *Jail) Share(ctx context.Context, source, name string) error {
 			return err
 		}
 	}
-	return copyTo(ctx, target, source, 0o444)
+	mode := fs.FileMode(0o444)
+	if st.Mode().Perm()&0o111 != 0 {
+		mode = 0o555
+	}
+	return copyTo(ctx, target, source, mode)
 }
 
 // Own gives the jail a file of the machine's own directory under the same name,
@@ -114,15 +120,4 @@ func (j *Jail) Own(name string, uid int) error {
 		return err
 	}
 	return os.Link(path, filepath.Join(j.root(), name))
-}
-
-// Drop takes files out of the jail that the VMM has read for good.
-func (j *Jail) Drop(names ...string) error {
-	var errs []error
-	for _, n := range names {
-		if err := os.Remove(filepath.Join(j.root(), n)); !errors.Is(err, fs.ErrNotExist) {
-			errs = append(errs, err)
-		}
-	}
-	return errors.Join(errs...)
 }

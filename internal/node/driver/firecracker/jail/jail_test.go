@@ -7,7 +7,9 @@ import (
 	"fmt"
 	"net"
 	"os"
+	"os/exec"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strings"
 	"sync"
@@ -71,7 +73,7 @@ func TestShare(t *testing.T) {
 		linked bool
 	}{
 		"artifact": {0o555, 0, true}, "image": {0o444, 0, true}, "plain": {0o644, 0, true},
-		"secret": {0o600, 0, false}, "theirs": {0o644, 1000, false}, "shared": {0o666, 0, false},
+		"secret": {0o600, 0, false}, "theirs": {0o644, 1000, false}, "shared": {0o666, 0, false}, "program": {0o700, 0, false},
 	} {
 		path := filepath.Join(dir, name)
 		if err := errors.Join(os.WriteFile(path, []byte(name), 0o600), os.Chown(path, c.owner, c.owner), os.Chmod(path, c.mode)); err != nil {
@@ -84,6 +86,9 @@ func TestShare(t *testing.T) {
 		after, araw := look(t, filepath.Join(j.root(), name))
 		if os.SameFile(before, after) != c.linked || araw.Uid != 0 || after.Mode().Perm()&0o022 != 0 || after.Mode().Perm()&0o004 == 0 {
 			t.Errorf("%s: in the jail it is %v of %d, the same file: %v", name, after.Mode(), araw.Uid, os.SameFile(before, after))
+		}
+		if runs := after.Mode().Perm()&0o001 != 0; runs != (c.mode&0o100 != 0) {
+			t.Errorf("%s: in the jail it is %v", name, after.Mode())
 		}
 		if before.Mode() != c.mode || int(braw.Uid) != c.owner {
 			t.Errorf("%s: outside it became %v of %d", name, before.Mode(), braw.Uid)
@@ -113,11 +118,58 @@ func TestShare(t *testing.T) {
 	if got, err := os.ReadFile(filepath.Join(j.root(), "far")); err != nil || len(got) != 3000 {
 		t.Errorf("a file of another filesystem has %d bytes, %v", len(got), err)
 	}
-	if err := j.Drop("far", "image", "never-there"); err != nil {
+}
+
+// TestSealRemovesAllElse takes everything but what is named out of a jail whose
+// VMM has left links and folders in it.
+func TestSealRemovesAllElse(t *testing.T) {
+	j := made(t)
+	outside := t.TempDir()
+	kept := filepath.Join(outside, "kept")
+	if err := errors.Join(
+		os.WriteFile(kept, []byte("of the host"), 0o600), os.WriteFile(filepath.Join(j.root(), "disk"), nil, 0o600),
+		os.WriteFile(filepath.Join(j.root(), apiName), nil, 0o600), os.WriteFile(filepath.Join(j.root(), "vmlinux"), nil, 0o444),
+		os.MkdirAll(filepath.Join(j.root(), "dev/net/deep"), 0o700), os.Symlink(outside, filepath.Join(j.root(), "dev/link")),
+		os.Symlink(outside, filepath.Join(j.root(), "run")), os.Link(kept, filepath.Join(j.root(), "same")),
+	); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := os.Lstat(filepath.Join(j.root(), "image")); !errors.Is(err, os.ErrNotExist) {
-		t.Errorf("a dropped file: %v", err)
+	for range 2 {
+		if err := j.Seal("disk", "template"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	left, err := os.ReadDir(j.root())
+	if err != nil || len(left) != 2 || left[0].Name() != apiName || left[1].Name() != "disk" {
+		t.Errorf("left are %v, %v", left, err)
+	}
+	if _, err := os.Stat(kept); err != nil {
+		t.Errorf("outside of the jail: %v", err)
+	}
+}
+
+// TestStub runs a program through the stub that the jailer gets.
+func TestStub(t *testing.T) {
+	if runtime.GOARCH != "amd64" {
+		t.Skip("SKIP: there is no stub for this processor")
+	}
+	dir := t.TempDir()
+	for _, path := range []string{"/bin/sh", "/nowhere"} {
+		file := filepath.Join(dir, filepath.Base(path))
+		if err := os.WriteFile(file, stub(path), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		cmd := exec.Command(file, "-c", `echo "$0,$1,$GREETING"; exit 7`, "a b", "")
+		cmd.Env = []string{"GREETING=hello"}
+		out, err := cmd.Output()
+		code := cmd.ProcessState.ExitCode()
+		if path == "/nowhere" {
+			if code != 127 || len(out) > 0 {
+				t.Errorf("a program that isn't there: %q, %d, %v", out, code, err)
+			}
+		} else if code != 7 || string(out) != "a b,,hello\n" {
+			t.Errorf("it said %q, %d, %v", out, code, err)
+		}
 	}
 }
 

@@ -13,6 +13,7 @@ import (
 	"strings"
 	"syscall"
 
+	"cloche.dev/cloche/internal/node/cgroup"
 	"cloche.dev/cloche/internal/sandbox"
 	"cloche.dev/cloche/internal/sys"
 )
@@ -52,7 +53,20 @@ func (j *Jail) Start(ctx context.Context, p Program, log *Log) (sys.Process, err
 		return sys.Process{}, err
 	}
 	defer errs.Close()
-	if err := runJailer(ctx, j.command(ctx, p, errs)); err != nil {
+	if p.Firecracker, err = j.program(ctx, p.Firecracker); err != nil {
+		return sys.Process{}, err
+	}
+	cmd := j.command(ctx, p, errs)
+	if j.group.Version() == 2 {
+		// The jailer would move itself there, for which the kernel makes it wait.
+		dir, err := j.group.Make(p.Limits.files(2))
+		if err != nil {
+			return sys.Process{}, err
+		}
+		defer dir.Close()
+		cmd.SysProcAttr.UseCgroupFD, cmd.SysProcAttr.CgroupFD = true, int(dir.Fd())
+	}
+	if err := runJailer(ctx, cmd); err != nil {
 		if ctx.Err() != nil {
 			return sys.Process{}, ctx.Err()
 		}
@@ -86,10 +100,12 @@ func (j *Jail) command(ctx context.Context, p Program, stderr *os.File) *exec.Cm
 		"--id", j.name, "--exec-file", p.Firecracker, "--uid", strconv.Itoa(p.UID), "--gid", strconv.Itoa(p.UID),
 		"--chroot-base-dir", filepath.Join(j.dir, baseName), "--netns", p.NetNS, "--new-pid-ns",
 		"--resource-limit", "no-file=" + strconv.Itoa(maxFiles), "--resource-limit", "fsize=" + strconv.FormatInt(p.Limits.FileBytes, 10),
-		"--cgroup-version", strconv.Itoa(j.group.Version()), "--parent-cgroup", strings.TrimPrefix(filepath.Dir(j.group.Path()), "/"),
 	}
-	for _, l := range p.Limits.arguments(j.group.Version()) {
-		args = append(args, "--cgroup", l)
+	if j.group.Version() == 1 {
+		args = append(args, "--cgroup-version", "1", "--parent-cgroup", strings.TrimPrefix(filepath.Dir(j.group.Path()), "/"))
+		for _, l := range p.Limits.files(1) {
+			args = append(args, "--cgroup", l.Name+"="+l.Value)
+		}
 	}
 	args = append(args, "--", "--api-sock", apiName, "--log-path", logName)
 	cmd := exec.CommandContext(ctx, p.Jailer, args...)
@@ -106,14 +122,20 @@ func (j *Jail) command(ctx context.Context, p Program, stderr *os.File) *exec.Cm
 // cpuPeriod is the time, in microseconds, in which a share of the CPU is counted.
 const cpuPeriod = 100_000
 
-// arguments are the limits as files of the control group.
-func (l Limits) arguments(version int) []string {
+// files are the limits as files of the control group, in the order in which they
+// are to be written.
+func (l Limits) files(version int) []cgroup.Value {
 	memory, tasks, quota := strconv.FormatInt(l.MemoryBytes, 10), strconv.Itoa(l.Tasks), strconv.Itoa(l.MilliCPU*cpuPeriod/1000)
 	period := strconv.Itoa(cpuPeriod)
 	if version == 2 {
-		return []string{"memory.max=" + memory, "pids.max=" + tasks, "cpu.max=" + quota + " " + period}
+		return []cgroup.Value{{Name: "memory.max", Value: memory}, {Name: "pids.max", Value: tasks}, {Name: "cpu.max", Value: quota + " " + period}}
 	}
-	return []string{"memory.limit_in_bytes=" + memory, "pids.max=" + tasks, "cpu.cfs_period_us=" + period, "cpu.cfs_quota_us=" + quota}
+	return []cgroup.Value{
+		{Name: "memory.limit_in_bytes", Value: memory},
+		{Name: "pids.max", Value: tasks},
+		{Name: "cpu.cfs_period_us", Value: period},
+		{Name: "cpu.cfs_quota_us", Value: quota},
+	}
 }
 
 // runJailer runs the jailer to its end. The kernel tells a process of its
@@ -156,7 +178,7 @@ func (j *Jail) Kill(ctx context.Context, vmm sys.Process) error {
 // Remove removes the jail's control group, in which no process may be, and its
 // files. It removes what there is.
 func (j *Jail) Remove(ctx context.Context) error {
-	return errors.Join(j.group.Remove(ctx), os.RemoveAll(filepath.Join(j.dir, baseName)), remove(filepath.Join(j.dir, logName)))
+	return errors.Join(j.group.Remove(ctx), os.RemoveAll(filepath.Join(j.dir, baseName)), remove(filepath.Join(j.dir, logName)), remove(filepath.Join(j.dir, binaryName)))
 }
 
 func remove(path string) error {

@@ -30,6 +30,13 @@ const (
 // it was asked to.
 var ErrGone = errors.New("the VMM is gone")
 
+// NotThere tells of an error that no VMM listens at the socket, yet or any more: it
+// was asked nothing. It implies ErrGone.
+func NotThere(err error) bool {
+	var gone *goneError
+	return errors.As(err, &gone) && (errors.Is(gone.cause, syscall.ENOENT) || errors.Is(gone.cause, syscall.ECONNREFUSED))
+}
+
 // call makes one request. A nil answer wants a 204, any other a 200 with JSON
 // for it. A context that has ended wins over every other error.
 func (c *Client) call(ctx context.Context, method, path string, body, answer any) error {

@@ -97,6 +97,9 @@ func TestDead(t *testing.T) {
 		if e := sandbox.AsError(err); !errors.Is(err, ErrGone) || e.Class != sandbox.Unavailable || e.Code != "vmm_gone" {
 			t.Errorf("%s: %v", name, err)
 		}
+		if got, want := NotThere(err), strings.HasPrefix(name, "no ") || name == "stale socket"; got != want {
+			t.Errorf("%s: NotThere(%v) = %v", name, err, got)
+		}
 	}
 }
 

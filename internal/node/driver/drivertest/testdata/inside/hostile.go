@@ -197,3 +197,24 @@ func flood(a []string) {
 	}
 	fmt.Println("flooded", n > 10)
 }
+
+// reboot asks the kernel to end the machine, in every way there is. On a host it
+// would.
+func reboot([]string) {
+	if args, err := os.ReadFile("/proc/1/cmdline"); err != nil || !strings.HasSuffix(string(args), "supervisor\x00") {
+		fmt.Println("this is no machine")
+		os.Exit(3)
+	}
+	for _, how := range []int{
+		syscall.LINUX_REBOOT_CMD_RESTART, syscall.LINUX_REBOOT_CMD_POWER_OFF, syscall.LINUX_REBOOT_CMD_HALT, syscall.LINUX_REBOOT_CMD_KEXEC,
+	} {
+		switch err := syscall.Reboot(how); err {
+		case nil:
+			fmt.Println("allowed")
+		case syscall.EPERM, syscall.ENOSYS:
+			fmt.Println("refused")
+		default: // it looked at what was asked, and would have done it
+			fmt.Println(err)
+		}
+	}
+}

@@ -26,6 +26,7 @@ var commands = map[string]func(args []string){
 	"supervisor": func([]string) { time.Sleep(500 * time.Millisecond); os.Exit(7) },
 	"cat":        func(a []string) { b, err := os.ReadFile(a[0]); check(err); out(b) },
 	"write":      write,
+	"scribble":   func(a []string) { check(os.WriteFile(a[0], []byte(a[1]), 0o644)) },
 	"rm":         func(a []string) { check(os.Remove(a[0])); syncDir(a[0]) },
 	"exit":       func(a []string) { os.Exit(number(a[0])) },
 	"die": func(a []string) {
@@ -74,6 +75,9 @@ var commands = map[string]func(args []string){
 	"impostor":   impostor,
 	"flood":      flood,
 	"memory":     memory,
+	"reboot":     reboot,
+	"randoms":    randoms,
+	"reseed":     reseed,
 }
 
 func main() {

@@ -25,6 +25,7 @@ import (
 
 	"cloche.dev/cloche/internal/egress/gatewayrpc"
 	"cloche.dev/cloche/internal/egress/resolve"
+	"cloche.dev/cloche/internal/egress/weak"
 	"cloche.dev/cloche/internal/sys"
 )
 
@@ -66,7 +67,7 @@ func Run(ctx context.Context, o Options) error {
 	}
 	root := os.Geteuid() == 0
 	if root && !sys.NoNewPrivileges() {
-		return sys.ExecWithoutNewPrivileges([]string{"PATH=/usr/sbin:/usr/bin:/sbin:/bin"})
+		return sys.ExecWithoutNewPrivileges(append([]string{"PATH=/usr/sbin:/usr/bin:/sbin:/bin"}, weak.Env()...))
 	}
 	if err := sys.NoDumps(); err != nil {
 		return err

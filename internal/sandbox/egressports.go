@@ -132,6 +132,15 @@ type EgressRecord struct {
 	Count     uint64         `json:"count,omitempty"`
 }
 
+// DroppedPacket is one packet of a sandbox's that the kernel dropped, by what
+// its header says, which may be a lie.
+type DroppedPacket struct {
+	Reason   string         // the name of the counter that counted it
+	Protocol string         // udp, icmp, arp, …; "ip-N" or "ether-X" of one without a name
+	From, To netip.AddrPort // without a port, or zero, where there is none
+	Length   int            // from the network header on
+}
+
 // EgressAuditFilter narrows what is asked of the audit. Empty fields match
 // everything.
 type EgressAuditFilter struct {

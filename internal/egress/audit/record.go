@@ -24,7 +24,7 @@ const (
 	TCP    Kind = "tcp"    // one connection by its address, or one whose protocol was refused
 	TLS    Kind = "tls"    // one TLS connection that was passed through or refused before any request
 	HTTP   Kind = "http"   // one request
-	Packet Kind = "packet" // packets that the kernel dropped
+	Packet Kind = "packet" // one packet that the kernel dropped, or as many as Count says that its log left out
 )
 
 // Record is one decision of the gateway. Strings come from inside a sandbox:
@@ -43,7 +43,7 @@ type Record struct {
 	Host      string         `json:"host,omitempty"`
 	Dialled   netip.AddrPort `json:"dialled,omitzero"`  // what the sandbox dialled
 	Upstream  netip.AddrPort `json:"upstream,omitzero"` // what the gateway connected to
-	Scheme    string         `json:"scheme,omitempty"`  // tcp, http, https
+	Scheme    string         `json:"scheme,omitempty"`  // tcp, http, https; of a packet udp, icmp, arp, …
 	Method    string         `json:"method,omitempty"`
 	Path      string         `json:"path,omitempty"` // without the query
 	Status    int            `json:"status,omitempty"`

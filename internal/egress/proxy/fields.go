@@ -51,6 +51,7 @@ type field struct{ name, value string }
 type head struct {
 	method, target, host string
 	length               int64 // of the body; -1 where it is chunked
+	sized                bool  // in HTTP/2: it was told
 	upgrade              bool  // to a WebSocket
 }
 

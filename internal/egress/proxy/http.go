@@ -9,7 +9,6 @@ import (
 	"net"
 	"net/http"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"cloche.dev/cloche/internal/egress/audit"
@@ -26,6 +25,7 @@ type guard interface {
 	feed(b []byte) (reason string)
 	passed() *[]byte // what may go on; the reader takes it out
 	partial() bool   // a head has begun and isn't whole
+	within() bool    // what was refused is of a request that has passed
 	seen() (requests int, last head)
 }
 
@@ -46,14 +46,23 @@ type httpConn struct {
 	headEnd  time.Time // for a head that has begun
 	heads    int       // that were whole when headEnd was set
 
-	handled atomic.Int64
-	once    sync.Once
-	done    chan struct{}
+	// Each request that passed has one record: its exchange's, or where none
+	// began before the connection was over that of the rest.
+	running sync.Cond // on mu
+	begun   int
+	ended   int
+	sealed  bool
+	broke   string // why the guard ended the connection within a request
+	told    bool   // a request's record says so
+
+	once sync.Once
+	done chan struct{}
 }
 
 // serveHTTP serves the requests of a connection, and returns when it is closed.
 func (g *guest) serveHTTP(c net.Conn, sni string, h2 bool) {
 	hc := &httpConn{Conn: c, g: g, sni: sni, buf: make([]byte, meterStep), done: make(chan struct{})}
+	hc.running.L = &hc.mu
 	if h2 {
 		hc.guard = newGuard2()
 	} else {
@@ -64,12 +73,56 @@ func (g *guest) serveHTTP(c net.Conn, sni string, h2 bool) {
 		return
 	}
 	<-hc.done
-	if n, _ := hc.guard.seen(); int64(n) > hc.handled.Load() && cutOf(g.ctx) == "" {
-		rec := hc.newRecord()
-		rec.Count = uint64(int64(n) - hc.handled.Load())
-		denied(reasonNotServed).apply(&rec)
-		g.record(rec, g.p.live.Load())
+	rest, broke := hc.seal()
+	if broke == "" && (rest == 0 || cutOf(g.ctx) != "") {
+		return
 	}
+	rec := hc.newRecord()
+	if broke != "" {
+		hc.describe(&rec)
+		denied(broke).apply(&rec)
+	} else {
+		rec.Count = uint64(rest)
+		denied(reasonNotServed).apply(&rec)
+	}
+	g.record(rec, g.p.live.Load())
+}
+
+// begin counts a request that begins, and returns its number; 0 is that the
+// connection is over and its record made.
+func (c *httpConn) begin() int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.sealed {
+		return 0
+	}
+	c.begun++
+	return c.begun
+}
+
+// finish is called when a request that began has its reason, "" for none.
+func (c *httpConn) finish(reason string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.ended++
+	c.told = c.told || c.broke != "" && reason == c.broke
+	c.running.Broadcast()
+}
+
+// seal waits for what runs on a connection that is closed, and returns how many
+// requests never began, and what no record has told of yet.
+func (c *httpConn) seal() (rest int, broke string) {
+	n, _ := c.guard.seen()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.sealed = true
+	for c.ended < c.begun {
+		c.running.Wait()
+	}
+	if !c.told {
+		broke = c.broke
+	}
+	return n - c.begun, broke
 }
 
 func (c *httpConn) scheme() string {
@@ -129,14 +182,18 @@ func (c *httpConn) readFailed(err error) {
 	}
 }
 
-// refuse makes the record of what the guard refused, and ends the connection.
+// refuse ends the connection for what the guard refused, and makes the record
+// of it: where it is within a request, the record is the request's.
 func (c *httpConn) refuse(reason string) {
-	_, h := c.guard.seen()
-	rec := c.newRecord()
-	rec.Method, rec.Path = h.method, h.path()
-	if rec.Host == "" {
-		rec.Host = h.host
+	if c.guard.within() {
+		c.mu.Lock()
+		c.broke = reason
+		c.mu.Unlock()
+		c.g.cut(reason)
+		return
 	}
+	rec := c.newRecord()
+	c.describe(&rec)
 	if reason == reasonUnknownProtocol {
 		rec.Kind, rec.Method, rec.Path, rec.Host = audit.TCP, "", "", c.sni
 		if c.sni != "" {
@@ -145,7 +202,16 @@ func (c *httpConn) refuse(reason string) {
 	}
 	denied(reason).apply(&rec)
 	c.g.record(rec, c.g.p.live.Load())
-	abort(c.g.tcp)
+	c.g.cut(reasonReset) // what else runs on it
+}
+
+// describe puts into a record what is known of the last request.
+func (c *httpConn) describe(rec *audit.Record) {
+	_, h := c.guard.seen()
+	rec.Method, rec.Path = h.method, h.path()
+	if rec.Host == "" {
+		rec.Host = h.host
+	}
 }
 
 // watchHead bounds the time of a head from its first byte on. The server's own

@@ -9,6 +9,7 @@ import (
 	"net"
 	"net/http"
 	"net/netip"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -354,9 +355,11 @@ func TestMalformedBody(t *testing.T) {
 		c := w.dial(away)
 		_, _ = io.WriteString(c, lines("POST / HTTP/1.1", "Host: a.test", "Transfer-Encoding: chunked")+body)
 		_, _ = io.Copy(io.Discard, c)
-		seen := map[string]int{w.record().Reason: 1} // of the request, and of what cut it short
-		seen[w.record().Reason]++
-		if seen[reason] != 1 {
+		seen := []string{w.record().Reason}
+		if reason == reasonVersion { // of a second request: the first has its own
+			seen = append(seen, w.record().Reason)
+		}
+		if !slices.Contains(seen, reason) {
 			t.Errorf("%q: the records' reasons are %v, want %s", body, seen, reason)
 		}
 	}

@@ -24,6 +24,7 @@ import (
 type exchange struct {
 	p    *Proxy
 	c    *httpConn
+	nth  int // of the connection's requests
 	live *Live
 	in   *http.Request
 	w    *answer
@@ -53,8 +54,11 @@ func (p *Proxy) handle(rw http.ResponseWriter, r *http.Request) {
 	if !ok {
 		panic(http.ErrAbortHandler)
 	}
-	c.handled.Add(1)
-	x := &exchange{p: p, c: c, in: r, live: p.live.Load(), rec: c.newRecord()}
+	nth := c.begin()
+	if nth == 0 {
+		panic(http.ErrAbortHandler)
+	}
+	x := &exchange{p: p, c: c, nth: nth, in: r, live: p.live.Load(), rec: c.newRecord()}
 	x.rec.Verdict, x.rec.Method, x.rec.Path = audit.Allowed, r.Method, r.URL.EscapedPath()
 	x.w = &answer{ResponseWriter: rw, x: x, rc: http.NewResponseController(rw)}
 	// What ends the connection ends the exchange, with the same cause.
@@ -93,10 +97,11 @@ func (x *exchange) finish() {
 		x.p.log.Error("egress: a request panicked", "panic", v)
 		failed(reasonInternal).apply(&rec)
 	}
-	if reason := x.wasCut(); reason != "" && rec.Verdict == audit.Allowed {
+	if reason := x.wasCut(); reason != "" && (rec.Verdict == audit.Allowed || rec.Reason == reasonClientGone) {
 		cutVerdict(reason).apply(&rec)
 	}
 	x.p.emit(rec, x.live)
+	x.c.finish(rec.Reason)
 	x.end(nil)
 	if v != nil {
 		panic(http.ErrAbortHandler)
@@ -152,6 +157,9 @@ func (x *exchange) decide() *refusal {
 		return denied(reasonBadHost)
 	}
 	x.rec.Host = host
+	if x.decideWeakly(host) {
+		return nil
+	}
 	dialled := x.c.g.dialled.Port()
 	if port != "" && port != strconv.Itoa(int(dialled)) {
 		return denied(reasonHostMismatch)

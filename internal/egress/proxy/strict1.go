@@ -43,6 +43,9 @@ func (g *guard1) passed() *[]byte { return &g.out }
 // partial implements guard.
 func (g *guard1) partial() bool { return g.state == inHead && len(g.part) > 0 }
 
+// within implements guard.
+func (g *guard1) within() bool { return g.state != inHead }
+
 // seen implements guard.
 func (g *guard1) seen() (int, head) { return g.requests, g.last }
 

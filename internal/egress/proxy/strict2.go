@@ -2,6 +2,8 @@ package proxy
 
 import (
 	"encoding/binary"
+	"maps"
+	"slices"
 	"strings"
 
 	"golang.org/x/net/http2/hpack"
@@ -25,6 +27,8 @@ type guard2 struct {
 	size     int
 	last     head
 	requests int
+	owed     map[uint32]int64 // of a stream's body, where its length was told
+	body     bool             // what was refused is of a body
 }
 
 const preface2 = "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -33,7 +37,9 @@ const (
 	frameHeader = 9
 	maxFrame    = 16 << 10 // what our SETTINGS allow
 
+	frameData         = 0x0
 	frameHeaders      = 0x1
+	frameReset        = 0x3
 	framePushPromise  = 0x5
 	frameContinuation = 0x9
 
@@ -46,7 +52,7 @@ const (
 )
 
 func newGuard2() *guard2 {
-	g := &guard2{}
+	g := &guard2{owed: map[uint32]int64{}}
 	g.decoder = hpack.NewDecoder(headerTable, g.emit)
 	g.decoder.SetMaxStringLength(maxHead)
 	return g
@@ -65,6 +71,9 @@ func (g *guard2) passed() *[]byte { return &g.out }
 
 // partial implements guard.
 func (g *guard2) partial() bool { return g.stream != 0 }
+
+// within implements guard.
+func (g *guard2) within() bool { return g.body }
 
 // seen implements guard.
 func (g *guard2) seen() (int, head) { return g.requests, g.last }
@@ -85,6 +94,9 @@ func (g *guard2) feed(b []byte) string {
 			want = len(preface2)
 		case len(g.part) >= frameHeader:
 			want = frameHeader + frameLength(g.part)
+			if g.part[3] == frameData {
+				want = frameHeader + 1 // the length of its padding
+			}
 		}
 		n := min(len(b), want-len(g.part))
 		g.part = append(g.part, b[:n]...)
@@ -119,7 +131,19 @@ func (g *guard2) whole() string {
 		return reasonFrame
 	case (kind == frameContinuation) != (g.stream != 0), kind == frameContinuation && stream != g.stream:
 		return reasonFrame // a block's frames follow each other
+	case kind == frameData && flags&flagPadded != 0 && length > 0 && len(g.part) == frameHeader:
+		return "" // until its padding is known
+	case kind == frameData:
+		if reason := g.data(stream, length, flags); reason != "" {
+			return reason
+		}
+		g.remain = length - (len(g.part) - frameHeader)
+		g.pass()
+		return ""
 	case kind != frameHeaders && kind != frameContinuation:
+		if kind == frameReset {
+			delete(g.owed, stream)
+		}
 		g.pass()
 		g.remain = length
 		return ""
@@ -143,9 +167,52 @@ func (g *guard2) whole() string {
 	if reason := g.fieldsOf(stream); reason != "" {
 		return reason
 	}
+	if g.held[4]&flagEndStream != 0 {
+		if reason := g.end(stream); reason != "" {
+			return reason
+		}
+	}
 	g.out = append(g.out, g.held...)
 	g.block, g.held, g.stream = g.block[:0], g.held[:0], 0
 	return ""
+}
+
+// data counts a frame of a body whose length was told: the server would reset
+// the stream without a word.
+func (g *guard2) data(stream uint32, length int, flags byte) string {
+	if flags&flagPadded != 0 && len(g.part) > frameHeader {
+		length = max(0, length-1-int(g.part[frameHeader]))
+	}
+	if owed, told := g.owed[stream]; told {
+		if g.owed[stream] = owed - int64(length); owed < int64(length) {
+			g.body = true
+			return reasonCL
+		}
+	}
+	if flags&flagEndStream != 0 {
+		return g.end(stream)
+	}
+	return ""
+}
+
+// end is called where a stream's body is whole.
+func (g *guard2) end(stream uint32) string {
+	owed := g.owed[stream]
+	delete(g.owed, stream)
+	if owed != 0 {
+		g.body = true
+		return reasonCL
+	}
+	return ""
+}
+
+// owe remembers the length of a body that comes. Streams that the server has
+// ended are not known here: the oldest are forgotten, and the server judges them.
+func (g *guard2) owe(stream uint32, length int64) {
+	if len(g.owed) >= 4*maxStreams {
+		delete(g.owed, slices.Min(slices.Collect(maps.Keys(g.owed))))
+	}
+	g.owed[stream] = length
 }
 
 func (g *guard2) pass() {
@@ -205,6 +272,9 @@ func (g *guard2) fieldsOf(stream uint32) string {
 	g.last = h
 	if reason == "" {
 		g.requests++
+		if h.sized {
+			g.owe(stream, h.length)
+		}
 	}
 	return reason
 }
@@ -284,7 +354,7 @@ func (h *head) regular(fields []field) string {
 			if !ok {
 				return reasonCL
 			}
-			h.length = n
+			h.length, h.sized = n, true
 		case "expect":
 			if !strings.EqualFold(f.value, "100-continue") {
 				return reasonExpect

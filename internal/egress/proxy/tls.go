@@ -218,7 +218,12 @@ func (p *Proxy) addresses(ctx context.Context, live *Live, q policy.Request) ([]
 		return nil, d, deniedBy(d)
 	}
 	found, err := p.o.Lookup(ctx, q.Host)
-	if err != nil {
+	switch {
+	case cutOf(ctx) != "":
+		return nil, policy.Decision{}, cutVerdict(cutOf(ctx))
+	case ctx.Err() != nil: // which the lookup has an error of its own for
+		return nil, policy.Decision{}, failed(reasonClientGone)
+	case err != nil:
 		return nil, policy.Decision{}, refusalOf(err, reasonNoAddress)
 	}
 	if len(found) == 0 {

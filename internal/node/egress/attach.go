@@ -99,7 +99,8 @@ func (m *Manager) heal(ctx context.Context) {
 	var ids []string
 	if m.current != nil {
 		for id, b := range m.boxes {
-			if b.wanted && b.on != m.current || b.on == m.current && b.assignment != nil && b.told != b.assignment {
+			untold := b.assignment != nil && b.told != b.assignment || b.unwatch == nil && !m.deaf
+			if b.wanted && b.on != m.current || b.on == m.current && untold {
 				ids = append(ids, id)
 			}
 		}

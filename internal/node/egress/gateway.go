@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"cloche.dev/cloche/internal/egress/gatewayrpc"
+	"cloche.dev/cloche/internal/egress/weak"
 	"cloche.dev/cloche/internal/sys"
 )
 
@@ -183,7 +184,7 @@ func (m *Manager) start(ctx context.Context) (*gateway, error) {
 	defer log.Close()
 	args := append(slices.Clone(m.o.Program[1:]), "--root="+m.root(), "--build="+m.o.Build)
 	cmd := exec.Command(m.o.Program[0], args...)
-	cmd.Dir, cmd.Env = "/", []string{"PATH=/usr/sbin:/usr/bin:/sbin:/bin"}
+	cmd.Dir, cmd.Env = "/", append([]string{"PATH=/usr/sbin:/usr/bin:/sbin:/bin"}, weak.Env()...)
 	cmd.Stdout, cmd.Stderr, cmd.ExtraFiles = log, log, []*os.File{socket}
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
 	if err := errors.Join(os.Chmod(path, 0o600), cmd.Start()); err != nil {
@@ -266,10 +267,15 @@ func (m *Manager) fail(err error) {
 	m.wake()
 }
 
-// stop lets go of the gateway.
+// stop lets go of the gateway, and of what tells of dropped packets.
 func (m *Manager) stop() {
+	var stops []func()
+	defer func() { all(stops) }()
 	m.mu.Lock()
 	defer m.mu.Unlock()
+	for _, b := range m.boxes {
+		stops = append(stops, b.unwatched())
+	}
 	m.settled, m.stopped, m.current, m.failure = true, true, nil, errStopped
 	m.wake()
 }
@@ -296,6 +302,8 @@ func (m *Manager) leave(ctx context.Context, g *gateway) {
 	}
 	m.o.Log.Warn("the egress gateway is gone", "pid", g.process.PID, "log", tail(filepath.Join(m.dir(), logName)))
 	m.finish(ctx, g)
+	var stops []func()
+	defer func() { all(stops) }()
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.restarts++
@@ -303,6 +311,9 @@ func (m *Manager) leave(ctx context.Context, g *gateway) {
 	for id, b := range m.boxes {
 		if b.on == g {
 			b.on, b.told = nil, nil
+		}
+		if b.on == nil && !b.wanted {
+			stops = append(stops, b.unwatched())
 		}
 		if b.assignment == nil && !b.wanted && b.on == nil && len(b.turn) == 0 {
 			delete(m.boxes, id)

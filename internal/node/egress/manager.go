@@ -36,11 +36,12 @@ import (
 	"cloche.dev/cloche/internal/sandbox"
 )
 
-// Networks opens sockets in the sandboxes' gateway namespaces and counts what
-// was dropped there.
+// Networks opens sockets in the sandboxes' gateway namespaces, and counts what
+// is dropped there and tells of some of it.
 type Networks interface {
 	Sockets(ctx context.Context, id string) (proxy, dnsTCP, dnsUDP *os.File, err error)
 	Counters(ctx context.Context, id string) (map[string]uint64, error)
+	Drops(ctx context.Context, id string, tell func(sandbox.DroppedPacket)) (stop func(), err error)
 }
 
 // Options make a Manager.
@@ -85,6 +86,7 @@ type Manager struct {
 	stopped  bool          // Run has ended: the gateway lives, and is another daemon's to ask
 	changed  chan struct{} // closed and replaced when current, settled or failure changes
 	restarts int
+	deaf     bool // the kernel tells of no packets, it only counts them
 
 	counting sync.Mutex // one look at the counters at a time
 }
@@ -101,6 +103,9 @@ type box struct {
 	told       *sandbox.EgressAssignment // that on was told; nil: what that has is not known
 	listed     gatewayrpc.Sandbox        // what an adopted gateway said of it
 	counts     map[string]uint64         // of dropped packets; nil: they were not looked at yet
+	unwatch    func()                    // ends what tells of them; nil where nothing does; set only where on or wanted is
+	single     map[string]uint64         // packets that were told of one by one, and not yet found in counts
+	untold     map[string]uint64         // those found in counts at the last look that were not told of by then
 }
 
 // New makes a Manager. Nothing happens before Run.
@@ -226,7 +231,9 @@ func (m *Manager) Attach(ctx context.Context, id string) error {
 	if sandbox.IsClass(err, sandbox.FailedPrecondition) {
 		m.mu.Lock()
 		b.wanted = false
+		stop := b.unwatched()
 		m.mu.Unlock()
+		stop()
 	}
 	return err
 }
@@ -250,8 +257,9 @@ func (m *Manager) Detach(ctx context.Context, id string) error {
 	defer unlock()
 	m.mu.Lock()
 	b.wanted = false
-	on := b.on != nil
+	on, stop := b.on != nil, b.unwatched()
 	m.mu.Unlock()
+	stop()
 	if on {
 		m.count(ctx, b) // what was dropped since the last look
 	}
@@ -259,7 +267,7 @@ func (m *Manager) Detach(ctx context.Context, id string) error {
 		return err
 	}
 	m.mu.Lock()
-	b.on, b.told, b.counts = nil, nil, nil
+	b.on, b.told, b.counts, b.single, b.untold = nil, nil, nil, nil, nil
 	m.mu.Unlock()
 	return nil
 }
@@ -370,6 +378,7 @@ func (m *Manager) ensure(ctx context.Context, b *box) error {
 		if g != nil {
 			err := m.bring(ctx, g, b)
 			if !gatewayrpc.Gone(err) && !errors.Is(err, errOther) {
+				m.watch(ctx, b)
 				return err
 			}
 		}

@@ -69,9 +69,12 @@ func (m *Manager) countAll(ctx context.Context) {
 	}
 }
 
-// count records what the kernel has dropped of a sandbox since the last look:
-// one record for each counter that has grown, however many packets that were.
-// The first look at a sandbox that an earlier daemon attached tells nothing.
+// count records what the kernel has dropped of a sandbox and was told of by no
+// record of its own: one record for each counter, with the number of packets.
+// While packets are told of one by one, what is found at one look waits for the
+// next: a packet may be counted already and told of in a moment. So the Counts
+// of all records together are the counter. The first look at a sandbox that an
+// earlier daemon attached tells nothing.
 func (m *Manager) count(ctx context.Context, b *box) {
 	m.counting.Lock()
 	defer m.counting.Unlock()
@@ -89,27 +92,38 @@ func (m *Manager) count(ctx context.Context, b *box) {
 	}
 	before := b.counts
 	b.counts = now
+	if before == nil {
+		b.single, b.untold = nil, nil
+		m.mu.Unlock()
+		return
+	}
+	r := m.packet(b)
+	var records []audit.Record
+	for name, n := range now {
+		grown := n
+		if was := before[name]; n >= was { // else it counts from 0 again
+			grown = n - was
+		}
+		if r.Count = b.leftOut(name, grown); r.Count > 0 {
+			r.Reason = reason(name)
+			records = append(records, r)
+		}
+	}
+	m.mu.Unlock()
+	if err := m.audit.Append(records...); err != nil {
+		m.o.Log.Error("write the egress audit", "err", err)
+	}
+}
+
+// packet begins a record about packets of a sandbox. The lock is held.
+func (m *Manager) packet(b *box) audit.Record {
 	r := audit.Record{At: m.now(), Sandbox: b.id, Kind: audit.Packet, Verdict: audit.Denied}
 	r.Project, r.Profile, r.Version = b.listed.Project, b.listed.Profile, b.listed.Version
 	if a := b.assignment; a != nil {
 		r.Project, r.Profile, r.Version = a.Project, a.Profile.Name, a.Profile.Version
 	}
-	m.mu.Unlock()
-	if before == nil {
-		return
-	}
-	var records []audit.Record
-	for name, n := range now {
-		if n == before[name] {
-			continue
-		}
-		r.Reason, r.Count = "packet:"+name, n
-		if was := before[name]; n > was { // else it counts from 0 again
-			r.Count = n - was
-		}
-		records = append(records, r)
-	}
-	if err := m.audit.Append(records...); err != nil {
-		m.o.Log.Error("write the egress audit", "err", err)
-	}
+	return r
 }
+
+// reason is what a record has for a counter's name.
+func reason(counter string) string { return "packet:" + counter }

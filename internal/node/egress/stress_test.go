@@ -17,7 +17,10 @@ import (
 )
 
 // loopback are networks whose sockets are the host's own; some calls fail.
-type loopback struct{ fail bool }
+type loopback struct {
+	fail    bool
+	readers sync.Map // of dropped packets, by sandbox
+}
 
 func (l *loopback) Sockets(context.Context, string) (proxy, dnsTCP, dnsUDP *os.File, err error) {
 	if l.fail && rand.IntN(10) == 0 {
@@ -47,6 +50,31 @@ func (l *loopback) Sockets(context.Context, string) (proxy, dnsTCP, dnsUDP *os.F
 
 func (l *loopback) Counters(context.Context, string) (map[string]uint64, error) {
 	return map[string]uint64{"udp": rand.Uint64N(5)}, nil
+}
+
+func (l *loopback) Drops(_ context.Context, id string, tell func(sandbox.DroppedPacket)) (stop func(), err error) {
+	if l.fail && rand.IntN(5) == 0 {
+		return nil, errors.New("boom")
+	}
+	if _, busy := l.readers.LoadOrStore(id, true); busy {
+		return nil, errors.New("there is a reader")
+	}
+	closed, done := make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(done)
+		for range 3 {
+			tell(sandbox.DroppedPacket{Reason: "udp"})
+		}
+		<-closed
+		tell(sandbox.DroppedPacket{Reason: "udp"}) // which was under way
+	}()
+	return func() { close(closed); <-done; l.readers.Delete(id) }, nil
+}
+
+// reading counts those of whom somebody reads what is dropped.
+func (l *loopback) reading() (n int) {
+	l.readers.Range(func(any, any) bool { n++; return true })
+	return n
 }
 
 // Whatever is done at once, and however often the gateway ends meanwhile: what
@@ -121,6 +149,10 @@ func TestEverythingAtOnce(t *testing.T) {
 	m.mu.Unlock()
 	a, err := m.call(background, g, gatewayrpc.Request{Op: gatewayrpc.OpList})
 	must(t, err)
+	m.heal(background) // as it does by itself, for whom a log could not be had
+	if got := nets.reading(); got != n {
+		t.Errorf("dropped packets of %d sandboxes are looked at, not of %d", got, n)
+	}
 	if len(a.Sandboxes) != n {
 		t.Errorf("the gateway has %d sandboxes, not %d", len(a.Sandboxes), n)
 	}
@@ -134,6 +166,9 @@ func TestEverythingAtOnce(t *testing.T) {
 	for _, id := range ids {
 		must(t, m.Detach(background, id))
 		m.Forget(id)
+	}
+	if got := nets.reading(); got != 0 {
+		t.Errorf("dropped packets of %d sandboxes are still looked at", got)
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()

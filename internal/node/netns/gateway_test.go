@@ -204,22 +204,23 @@ func TestStale(t *testing.T) {
 	w.grown(map[string]uint64{}, Invalid, 1)
 }
 
-// Every packet that a machine must not send is dropped and counted under its
-// name, and none reaches a socket.
+// Every packet that a machine must not send is dropped, counted and logged
+// under its name, and none reaches a socket.
 func TestHostilePackets(t *testing.T) {
 	w := newWire(t)
-	p := w.packets()
+	p, lines := w.packets(), w.drops()
 	for _, tt := range hostile {
 		t.Run(tt.name, func(t *testing.T) {
 			w.t = t
 			f, before := honest(), w.counters()
 			tt.edit(&f)
-			for range 3 {
+			for range 2 { // times the packets of one reason: fewer than logBurst
 				if err := p.send(f.bytes()); err != nil {
 					t.Fatal(err)
 				}
+				told(t, lines, tt.counter, f)
 			}
-			w.grown(before, tt.counter, 3)
+			w.grown(before, tt.counter, 2)
 		})
 	}
 	w.t = t

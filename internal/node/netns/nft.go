@@ -3,6 +3,7 @@ package netns
 import (
 	"encoding/binary"
 	"slices"
+	"syscall"
 
 	"github.com/google/nftables"
 	"github.com/google/nftables/expr"
@@ -10,13 +11,25 @@ import (
 
 // table is a table of rules in the making.
 type table struct {
-	c *nftables.Conn
-	t *nftables.Table
+	c   *nftables.Conn
+	t   *nftables.Table
+	log bool // what is dropped is logged too
 }
 
-func (t table) counters(names ...string) {
+// reasons adds what packets are dropped for: a counter each, and a chain that
+// logs some, counts all and drops. Each has a limit of its own to its log, so
+// that a flood of one kind hides no other.
+func (t table) reasons(names ...string) {
 	for _, name := range names {
 		t.c.AddObj(&nftables.NamedObj{Table: t.t, Name: name, Type: nftables.ObjTypeCounter, Obj: &expr.Counter{}})
+		ch := t.c.AddChain(&nftables.Chain{Name: name, Table: t.t})
+		if t.log {
+			t.rule(ch, logged(name))
+		}
+		if name == Invalid { // what a restored machine still holds for a connection is such: it gets a reset
+			t.rule(ch, []expr.Any{counted(name), &expr.Reject{Type: rejectTCPReset}}, protocolOf(syscall.IPPROTO_TCP))
+		}
+		t.count(ch, name)
 	}
 }
 
@@ -35,10 +48,35 @@ func (t table) rule(ch *nftables.Chain, do []expr.Any, matches ...[]expr.Any) {
 	t.c.AddRule(&nftables.Rule{Table: t.t, Chain: ch, Exprs: append(slices.Concat(matches...), do...)})
 }
 
-// drop adds a rule that counts and drops.
-func (t table) drop(ch *nftables.Chain, counter string, matches ...[]expr.Any) {
-	t.rule(ch, append([]expr.Any{counted(counter)}, verdict(expr.VerdictDrop)...), matches...)
+// drop adds a rule that drops for a reason.
+func (t table) drop(ch *nftables.Chain, reason string, matches ...[]expr.Any) {
+	t.rule(ch, []expr.Any{&expr.Verdict{Kind: expr.VerdictGoto, Chain: reason}}, matches...)
 }
+
+// count adds a rule that counts and drops, and tells nobody.
+func (t table) count(ch *nftables.Chain, counter string) {
+	t.rule(ch, append([]expr.Any{counted(counter)}, verdict(expr.VerdictDrop)...))
+}
+
+// logged sends a packet to whoever reads the log, at once, as far as the limit
+// lets it.
+func logged(reason string) []expr.Any {
+	return []expr.Any{
+		&expr.Limit{Type: expr.LimitTypePkts, Rate: logRate, Unit: expr.LimitTimeSecond, Burst: logBurst},
+		&expr.Log{
+			Key:   1<<nftaLogGroup | 1<<nftaLogPrefix | 1<<nftaLogSnaplen | 1<<nftaLogThreshold,
+			Group: logGroup, Data: []byte(reason), Snaplen: snapLen, QThreshold: 1,
+		},
+	}
+}
+
+// The kernel's NFTA_LOG_GROUP, _PREFIX, _SNAPLEN and _QTHRESHOLD.
+const (
+	nftaLogGroup     = 1
+	nftaLogPrefix    = 2
+	nftaLogSnaplen   = 3
+	nftaLogThreshold = 4
+)
 
 // counted counts.
 func counted(counter string) expr.Any {

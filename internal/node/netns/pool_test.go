@@ -107,7 +107,7 @@ func links(t *testing.T) (n int) {
 	return n
 }
 
-// Two hundred pairs, each with sockets and a connection, half of them from a
+// Two hundred pairs, each with sockets, a log and a connection, half of them from a
 // pool, leave no namespace, link, mount, file, socket or goroutine.
 func TestNoTraces(t *testing.T) {
 	needRoot(t)
@@ -164,6 +164,10 @@ func once(t *testing.T, m *Manager, c *census) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	stop, err := m.Drops(ctx, id, func(d sandbox.DroppedPacket) { t.Errorf("%+v was dropped", d) })
+	if err != nil {
+		t.Fatal(err)
+	}
 	conn, err := w.dial("tcp4", "198.51.100.7:443", 0)
 	if err != nil {
 		t.Fatal(err)
@@ -175,6 +179,7 @@ func once(t *testing.T, m *Manager, c *census) {
 	if err := m.Delete(ctx, id); err != nil {
 		t.Fatal(err)
 	}
+	stop()
 	if err := syscall.Close(fd); err != nil {
 		t.Error(err)
 	}

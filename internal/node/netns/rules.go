@@ -50,8 +50,8 @@ func addRules(device string) error {
 		return err
 	}
 	addPacketRules(c, device)
-	conns := table{c: c, t: c.AddTable(tables()[1])}
-	conns.counters(GatewayPort, TooMany, Invalid, Other)
+	conns := table{c: c, t: c.AddTable(tables()[1]), log: logging() == nil}
+	conns.reasons(GatewayPort, TooMany, Invalid, Other)
 	conns.prerouting()
 	conns.input()
 	conns.outAndOn()
@@ -60,8 +60,8 @@ func addRules(device string) error {
 
 // addPacketRules adds the table that is about the packets from one link.
 func addPacketRules(c *nftables.Conn, device string) {
-	packets := table{c: c, t: c.AddTable(tables()[0])}
-	packets.counters(Spoofed, UDP, ICMP, Fragment, IPv6, ARP, GatewayPort, Other)
+	packets := table{c: c, t: c.AddTable(tables()[0]), log: logging() == nil}
+	packets.reasons(Spoofed, UDP, ICMP, Fragment, IPv6, ARP, GatewayPort, Other)
 	packets.ingress(device)
 }
 
@@ -111,9 +111,6 @@ func (t table) ingress(device string) {
 // the gateway, which learns from the kernel where each was to go.
 func (t table) prerouting() {
 	ch := t.chain("limit", nftables.ChainTypeFilter, nftables.ChainHookPrerouting, nftables.ChainPriorityMangle, "")
-	// Like what a restored machine still holds for a connection: it gets a reset.
-	t.rule(ch, []expr.Any{counted(Invalid), &expr.Reject{Type: rejectTCPReset}},
-		tracked(expr.CtKeySTATE, expr.CtStateBitINVALID), protocolOf(syscall.IPPROTO_TCP))
 	t.drop(ch, Invalid, tracked(expr.CtKeySTATE, expr.CtStateBitINVALID))
 	t.drop(ch, TooMany, tracked(expr.CtKeySTATE, expr.CtStateBitNEW),
 		[]expr.Any{&expr.Connlimit{Count: maxTracked, Flags: expr.NFT_CONNLIMIT_F_INV}})
@@ -162,7 +159,7 @@ func (t table) outAndOn() {
 	t.rule(ch, verdict(expr.VerdictAccept), tracked(expr.CtKeySTATE, expr.CtStateBitESTABLISHED), tracked(expr.CtKeySTATUS, ipsDstNAT))
 	t.rule(ch, verdict(expr.VerdictAccept), tracked(expr.CtKeySTATE, expr.CtStateBitINVALID), protocolOf(syscall.IPPROTO_TCP),
 		not(masked(payload(expr.PayloadBaseTransportHeader, 13, []byte{0}), []byte{4})))
-	t.drop(ch, Other)
+	t.count(ch, Other) // not the machine's, so not logged
 	ch = t.chain("forward", nftables.ChainTypeFilter, nftables.ChainHookForward, nftables.ChainPriorityFilter, "")
 	t.drop(ch, Other)
 }

@@ -90,6 +90,7 @@ func newTap(t *testing.T) (*wire, vmm) {
 // What holds at a veth holds at a tap that was moved under its VMM.
 func TestTap(t *testing.T) {
 	w, v := newTap(t)
+	lines := w.drops()
 	for _, tt := range hostile {
 		t.Run(tt.name, func(t *testing.T) {
 			w.t = t
@@ -99,6 +100,7 @@ func TestTap(t *testing.T) {
 				t.Fatal(err)
 			}
 			w.grown(before, tt.counter, 1)
+			told(t, lines, tt.counter, f)
 		})
 	}
 	w.t = t

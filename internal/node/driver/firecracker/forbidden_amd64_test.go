@@ -20,11 +20,14 @@ import (
 // must not, as whoever has taken it over would.
 func TestForbiddenCallsEndTheVMM(t *testing.T) {
 	f := newFixture(t)
+	of := f.create()
+	image := f.snapshot(of, sandbox.SnapshotMemory)
+	f.rest(of)
 	for name, number := range map[string]uint64{
 		"execve": unix.SYS_EXECVE, "ptrace": unix.SYS_PTRACE, "unshare": unix.SYS_UNSHARE, "mount": unix.SYS_MOUNT, "bpf": unix.SYS_BPF,
 		"process_vm_writev": unix.SYS_PROCESS_VM_WRITEV, "io_uring_setup": unix.SYS_IO_URING_SETUP, "userfaultfd": unix.SYS_USERFAULTFD, "fork": unix.SYS_FORK,
 	} {
-		m := f.create()
+		m := f.restore(image)
 		f.rest(m)
 		if err := ask(m.record().Process.PID, number); err != nil {
 			t.Errorf("%s: %v", name, err)

@@ -21,7 +21,7 @@ REPRODUCIBLE := -trimpath -buildvcs=false
 GOTEST   := go test -json
 REPORT   := dist/testreport $(if $(V),-v)
 RUNFLAG  := $(if $(RUN),-run '$(RUN)')
-SUITES   := check unit linear drivertest e2e chaos
+SUITES   := check unit linear drivertest e2e redteam chaos
 
 # The packages whose tests are the unit tests: all but the suites, what makes
 # machines, and the engine, which takes minutes to build with the race detector
@@ -92,12 +92,16 @@ dist/chaos/cloche: $(EMBEDDED)/cloche-guest $(EMBEDDED)/cloche-gvisor
 chaos: build dist/chaos/cloche dist/testreport ## kill everything at any time and check every answer (CHAOS_KILLS=500, CHAOS_SEED, CHAOS_TIME)
 	@$(REPORT) -lines -suite chaos -out dist/test/chaos.json -- $(GOTEST) -tags clochefaults -count=1 -timeout 90m $(RUNFLAG) ./test/chaos/...
 
+.PHONY: redteam
+redteam: build dist/testreport ## try every known way out of a sandbox, and show that each would be one without its rule
+	@$(REPORT) -lines -suite redteam -out dist/test/redteam.json -- $(GOTEST) -count=1 -timeout 30m $(RUNFLAG) ./test/redteam/...
+
 .PHONY: linear
 linear: build dist/testreport ## check random concurrent histories for linearizability (LONG=1 for 10 000 of them)
 	@$(REPORT) -v -suite linear -out dist/test/linear.json -- $(GOTEST) $(if $(LONG),,-short) -count=1 -timeout 30m $(RUNFLAG) ./test/linear/...
 
 .PHONY: test
-test: ## everything that CI checks: check, unit, linear, drivertest, e2e, a short chaos
+test: ## everything that CI checks: check, unit, linear, drivertest, e2e, redteam, a short chaos
 	@CHAOS_KILLS=$${CHAOS_KILLS:-60} scripts/test.sh $(SUITES)
 
 .PHONY: demo

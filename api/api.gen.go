@@ -26,6 +26,96 @@ func (e AccessPurpose) Valid() bool {
 	}
 }
 
+// Defines values for EgressAction.
+const (
+	EgressAllow  EgressAction = "allow"
+	EgressDeny   EgressAction = "deny"
+	EgressInject EgressAction = "inject"
+)
+
+// Valid indicates whether the value is a known member of the EgressAction enum.
+func (e EgressAction) Valid() bool {
+	switch e {
+	case EgressAllow:
+		return true
+	case EgressDeny:
+		return true
+	case EgressInject:
+		return true
+	default:
+		return false
+	}
+}
+
+// Defines values for EgressKind.
+const (
+	EgressDNS    EgressKind = "dns"
+	EgressHTTP   EgressKind = "http"
+	EgressPacket EgressKind = "packet"
+	EgressTCP    EgressKind = "tcp"
+	EgressTLS    EgressKind = "tls"
+)
+
+// Valid indicates whether the value is a known member of the EgressKind enum.
+func (e EgressKind) Valid() bool {
+	switch e {
+	case EgressDNS:
+		return true
+	case EgressHTTP:
+		return true
+	case EgressPacket:
+		return true
+	case EgressTCP:
+		return true
+	case EgressTLS:
+		return true
+	default:
+		return false
+	}
+}
+
+// Defines values for EgressRuleSchemes.
+const (
+	Http  EgressRuleSchemes = "http"
+	Https EgressRuleSchemes = "https"
+	Tcp   EgressRuleSchemes = "tcp"
+)
+
+// Valid indicates whether the value is a known member of the EgressRuleSchemes enum.
+func (e EgressRuleSchemes) Valid() bool {
+	switch e {
+	case Http:
+		return true
+	case Https:
+		return true
+	case Tcp:
+		return true
+	default:
+		return false
+	}
+}
+
+// Defines values for EgressVerdict.
+const (
+	EgressAllowed EgressVerdict = "allowed"
+	EgressDenied  EgressVerdict = "denied"
+	EgressFailed  EgressVerdict = "failed"
+)
+
+// Valid indicates whether the value is a known member of the EgressVerdict enum.
+func (e EgressVerdict) Valid() bool {
+	switch e {
+	case EgressAllowed:
+		return true
+	case EgressDenied:
+		return true
+	case EgressFailed:
+		return true
+	default:
+		return false
+	}
+}
+
 // Defines values for ErrorClass.
 const (
 	ClassConflict           ErrorClass = "conflict"
@@ -83,6 +173,30 @@ func (e FileType) Valid() bool {
 	case TypeOther:
 		return true
 	case TypeSymlink:
+		return true
+	default:
+		return false
+	}
+}
+
+// Defines values for InjectionKind.
+const (
+	InjectBasic  InjectionKind = "basic"
+	InjectHeader InjectionKind = "header"
+	InjectQuery  InjectionKind = "query"
+	InjectSigV4  InjectionKind = "sigv4"
+)
+
+// Valid indicates whether the value is a known member of the InjectionKind enum.
+func (e InjectionKind) Valid() bool {
+	switch e {
+	case InjectBasic:
+		return true
+	case InjectHeader:
+		return true
+	case InjectQuery:
+		return true
+	case InjectSigV4:
 		return true
 	default:
 		return false
@@ -236,6 +350,24 @@ func (e SandboxState) Valid() bool {
 	case SandboxSuspended:
 		return true
 	case SandboxSuspending:
+		return true
+	default:
+		return false
+	}
+}
+
+// Defines values for SecretSourceKind.
+const (
+	SourceClientCredentials SecretSourceKind = "client_credentials"
+	SourceRefreshToken      SecretSourceKind = "refresh_token"
+)
+
+// Valid indicates whether the value is a known member of the SecretSourceKind enum.
+func (e SecretSourceKind) Valid() bool {
+	switch e {
+	case SourceClientCredentials:
+		return true
+	case SourceRefreshToken:
 		return true
 	default:
 		return false
@@ -458,6 +590,20 @@ type CreateAccessTokenRequest struct {
 	TtlSeconds int64         `json:"ttl_seconds,omitempty,omitzero"`
 }
 
+// CreateEgressProfileRequest defines model for CreateEgressProfileRequest.
+type CreateEgressProfileRequest struct {
+	// Default What becomes of what no rule matches
+	Default EgressDefault `json:"default"`
+	DryRun  bool          `json:"dry_run,omitempty,omitzero"`
+
+	// Limits Of each sandbox; 0 or missing is the gateway's own bound, which none exceeds
+	Limits EgressLimits `json:"limits,omitempty,omitzero"`
+
+	// Name Example: packages
+	Name  EgressName   `json:"name"`
+	Rules []EgressRule `json:"rules,omitempty,omitzero"`
+}
+
 // CreateKeyRequest defines model for CreateKeyRequest.
 type CreateKeyRequest struct {
 	Name    string    `json:"name"`
@@ -471,6 +617,9 @@ type CreateSandboxRequest struct {
 	//
 	// Example: firecracker
 	Driver string `json:"driver,omitempty,omitzero"`
+
+	// Egress Its egress profile; without it that of the snapshot or, with a template, none
+	Egress string `json:"egress,omitempty,omitzero"`
 
 	// Env Names are letters, digits and any of `_.-`, do not begin with a digit and are at most 256 bytes; 128 KiB in all
 	Env Env `json:"env,omitempty,omitzero"`
@@ -493,6 +642,21 @@ type CreateSandboxRequest struct {
 
 	// TtlSeconds So long after now its TTL ends
 	TtlSeconds int64 `json:"ttl_seconds,omitempty,omitzero"`
+}
+
+// CreateSecretRequest defines model for CreateSecretRequest.
+type CreateSecretRequest struct {
+	// Hosts Exact names of hosts, without wildcards and ports
+	Hosts []string `json:"hosts"`
+
+	// Name Example: packages
+	Name EgressName `json:"name"`
+
+	// Source Where short-lived tokens come from (RFC 6749); the secret's value is then the client secret or refresh token that they are fetched with
+	Source *SecretSource `json:"source,omitempty"`
+
+	// Value At least 8 bytes where it has no source, at most 16 KiB
+	Value SecretValue `json:"value"`
 }
 
 // CreatedKey defines model for CreatedKey.
@@ -546,6 +710,171 @@ type DrainRequest struct {
 	// WithinSeconds How long it may take
 	WithinSeconds int `json:"within_seconds"`
 }
+
+// EgressAction inject is allow with secrets put into the request
+type EgressAction string
+
+// EgressDefault What becomes of what no rule matches
+type EgressDefault = EgressAction
+
+// EgressKind What was decided about: a DNS question, a TCP connection by its address, a TLS connection, an HTTP request, or packets that the kernel dropped
+type EgressKind string
+
+// EgressLimits Of each sandbox; 0 or missing is the gateway's own bound, which none exceeds
+type EgressLimits struct {
+	// Bytes Both ways together, while the machine lives
+	Bytes int64 `json:"bytes,omitempty,omitzero"`
+
+	// BytesPerSecond Both ways together
+	BytesPerSecond int64 `json:"bytes_per_second,omitempty,omitzero"`
+
+	// Connections Open at once
+	Connections int `json:"connections,omitempty,omitzero"`
+}
+
+// EgressName Example: packages
+type EgressName = string
+
+// EgressProfile defines model for EgressProfile.
+type EgressProfile struct {
+	CreatedAt time.Time `json:"created_at,omitempty,omitzero"`
+
+	// Default What becomes of what no rule matches
+	Default EgressDefault `json:"default"`
+
+	// DryRun Lets through what the rules deny, and records it (`would_deny`). Closed ranges stay closed
+	DryRun bool `json:"dry_run"`
+
+	// Id Missing of a preset
+	Id string `json:"id,omitempty,omitzero"`
+
+	// Limits Of each sandbox; 0 or missing is the gateway's own bound, which none exceeds
+	Limits EgressLimits `json:"limits"`
+
+	// Name Example: packages
+	Name EgressName `json:"name"`
+
+	// Preset Every project has it, and nobody can change it
+	Preset    bool         `json:"preset"`
+	Project   ProjectID    `json:"project"`
+	Rules     []EgressRule `json:"rules"`
+	UpdatedAt time.Time    `json:"updated_at,omitempty,omitzero"`
+
+	// Version Grows by one with each change, from 1
+	Version int64 `json:"version"`
+}
+
+// EgressProfileList defines model for EgressProfileList.
+type EgressProfileList struct {
+	Items []EgressProfile `json:"items"`
+}
+
+// EgressRecord defines model for EgressRecord.
+type EgressRecord struct {
+	// At When it began
+	At time.Time `json:"at"`
+
+	// Count Of packets
+	Count int64 `json:"count,omitempty,omitzero"`
+
+	// Dialled What the sandbox dialled, `address:port`
+	Dialled         string  `json:"dialled,omitempty,omitzero"`
+	DurationSeconds float64 `json:"duration_seconds"`
+	Host            string  `json:"host,omitempty,omitzero"`
+
+	// Injected Names of secrets
+	Injected []string `json:"injected,omitempty,omitzero"`
+
+	// Kind What was decided about: a DNS question, a TCP connection by its address, a TLS connection, an HTTP request, or packets that the kernel dropped
+	Kind   EgressKind `json:"kind"`
+	Method string     `json:"method,omitempty,omitzero"`
+
+	// Path Without the query
+	Path string `json:"path,omitempty,omitzero"`
+
+	// Profile Its name
+	Profile string `json:"profile"`
+	Project string `json:"project"`
+
+	// Reason A stable code; missing where a rule allowed it
+	Reason string `json:"reason,omitempty,omitzero"`
+
+	// ReceivedBytes To the sandbox
+	ReceivedBytes int64 `json:"received_bytes"`
+
+	// Rule The rule's name, or `default`
+	Rule    string `json:"rule,omitempty,omitzero"`
+	Sandbox string `json:"sandbox"`
+	Scheme  string `json:"scheme,omitempty,omitzero"`
+
+	// SentBytes From the sandbox
+	SentBytes int64 `json:"sent_bytes"`
+
+	// Seq Its place in the order of all records of the host
+	Seq int64 `json:"seq"`
+
+	// Status Of the answer
+	Status int `json:"status,omitempty,omitzero"`
+
+	// Upstream What the gateway connected to, `address:port`
+	Upstream string `json:"upstream,omitempty,omitzero"`
+
+	// Verdict failed is what was allowed and then could not be done
+	Verdict EgressVerdict `json:"verdict"`
+
+	// Version Of the profile
+	Version int64 `json:"version"`
+
+	// WouldDeny A dry run let through what the rules deny
+	WouldDeny bool `json:"would_deny,omitempty,omitzero"`
+}
+
+// EgressRecordList defines model for EgressRecordList.
+type EgressRecordList struct {
+	Items []EgressRecord `json:"items"`
+
+	// NextAfter Where a stream goes on behind this list
+	NextAfter int64 `json:"next_after"`
+}
+
+// EgressRule It matches when each of its fields that is there does; the first rule that matches decides. Hosts and CIDRs exclude each other: a rule
+// without hosts is about addresses (any TCP passes as it is), one with hosts is about names (HTTP and TLS only; each request is looked at).
+type EgressRule struct {
+	// Action inject is allow with secrets put into the request
+	Action EgressAction `json:"action"`
+
+	// Cidrs Of addresses
+	Cidrs []string `json:"cidrs,omitempty,omitzero"`
+
+	// Hosts Exact names, `*.suffix` (any depth below it, not itself), or `*`
+	Hosts []string `json:"hosts,omitempty,omitzero"`
+
+	// Inject With the action inject only
+	Inject  []Injection `json:"inject,omitempty,omitzero"`
+	Methods []string    `json:"methods,omitempty,omitzero"`
+
+	// Name For the audit; `rule-N` where it is missing
+	Name string `json:"name,omitempty,omitzero"`
+
+	// Passthrough Leave TLS to the two ends, for programs that pin certificates. The gateway sees the name that is asked for and no request, so that every
+	// site that its server has can be reached. It excludes methods, paths and inject
+	Passthrough bool `json:"passthrough,omitempty,omitzero"`
+
+	// Paths `/prefix/` and all below, or a glob: `*` within a segment, `**` across
+	Paths []string `json:"paths,omitempty,omitzero"`
+
+	// Ports `443` or `8000-8999`
+	Ports []string `json:"ports,omitempty,omitzero"`
+
+	// Schemes tcp with CIDRs only
+	Schemes []EgressRuleSchemes `json:"schemes,omitempty,omitzero"`
+}
+
+// EgressRuleSchemes defines model for EgressRule.Schemes.
+type EgressRuleSchemes string
+
+// EgressVerdict failed is what was allowed and then could not be done
+type EgressVerdict string
 
 // End Why and when a sandbox's machine ended
 type End struct {
@@ -704,6 +1033,9 @@ type FileWritten struct {
 type ForkRequest struct {
 	Count int `json:"count,omitempty,omitzero"`
 
+	// Egress The children's egress profile; without it this sandbox's
+	Egress string `json:"egress,omitempty,omitzero"`
+
 	// Env Names are letters, digits and any of `_.-`, do not begin with a digit and are at most 256 bytes; 128 KiB in all
 	Env Env `json:"env,omitempty,omitzero"`
 
@@ -737,6 +1069,35 @@ type IdleRequest struct {
 	Action       Reaction `json:"action,omitempty,omitzero"`
 	AfterSeconds int64    `json:"after_seconds,omitempty,omitzero"`
 }
+
+// Injection Puts one secret into a request. The sandbox's own value there is removed
+type Injection struct {
+	// Kind header: `name: prefix` + value. basic: `Authorization: Basic` of user and value. query: the parameter `name`. sigv4: AWS Signature Version 4;
+	// the value is ACCESS_KEY_ID:SECRET_ACCESS_KEY[:SESSION_TOKEN]
+	Kind InjectionKind `json:"kind"`
+
+	// Name Of the header (Authorization where it is missing) or parameter
+	Name string `json:"name,omitempty,omitzero"`
+
+	// Prefix Example: Bearer
+	Prefix string `json:"prefix,omitempty,omitzero"`
+
+	// Region Of sigv4
+	Region string `json:"region,omitempty,omitzero"`
+
+	// Secret Example: packages
+	Secret EgressName `json:"secret"`
+
+	// Service Of sigv4
+	Service string `json:"service,omitempty,omitzero"`
+
+	// User Of basic
+	User string `json:"user,omitempty,omitzero"`
+}
+
+// InjectionKind header: `name: prefix` + value. basic: `Authorization: Basic` of user and value. query: the parameter `name`. sigv4: AWS Signature Version 4;
+// the value is ACCESS_KEY_ID:SECRET_ACCESS_KEY[:SESSION_TOKEN]
+type InjectionKind string
 
 // Key defines model for Key.
 type Key struct {
@@ -1002,6 +1363,20 @@ type Release struct {
 // Example: base:latest
 type ReleaseName = string
 
+// ReplaceEgressProfileRequest defines model for ReplaceEgressProfileRequest.
+type ReplaceEgressProfileRequest struct {
+	// Default What becomes of what no rule matches
+	Default EgressDefault `json:"default"`
+	DryRun  bool          `json:"dry_run,omitempty,omitzero"`
+
+	// Limits Of each sandbox; 0 or missing is the gateway's own bound, which none exceeds
+	Limits EgressLimits `json:"limits,omitempty,omitzero"`
+	Rules  []EgressRule `json:"rules,omitempty,omitzero"`
+
+	// Version The one that it takes the place of
+	Version int64 `json:"version"`
+}
+
 // Resources defines model for Resources.
 type Resources struct {
 	// DiskMib What it may write over its template
@@ -1025,6 +1400,15 @@ type Role string
 // RollbackRequest defines model for RollbackRequest.
 type RollbackRequest struct {
 	Snapshot SnapshotID `json:"snapshot"`
+}
+
+// RotateSecretRequest defines model for RotateSecretRequest.
+type RotateSecretRequest struct {
+	// Value At least 8 bytes where it has no source, at most 16 KiB
+	Value SecretValue `json:"value"`
+
+	// Version The one that it takes the place of; without it whatever there is
+	Version int64 `json:"version,omitempty,omitzero"`
 }
 
 // RuntimeConfig A template's part that is not files
@@ -1053,6 +1437,9 @@ type Sandbox struct {
 
 	// Durability What of its disk outlives the sudden end of its machine. `snapshot` is what its recovery point holds, `crash` is what it had synced
 	Durability SandboxDurability `json:"durability,omitempty,omitzero"`
+
+	// Egress The name of its egress profile
+	Egress string `json:"egress"`
 
 	// End Why and when a sandbox's machine ended
 	End *End `json:"end,omitempty"`
@@ -1113,6 +1500,45 @@ type SandboxList struct {
 
 // SandboxState defines model for SandboxState.
 type SandboxState string
+
+// Secret defines model for Secret.
+type Secret struct {
+	CreatedAt time.Time `json:"created_at"`
+
+	// Hosts The only servers that ever get it
+	Hosts []string `json:"hosts"`
+	Id    string   `json:"id"`
+
+	// Name Example: packages
+	Name    EgressName `json:"name"`
+	Project ProjectID  `json:"project"`
+
+	// Source Where short-lived tokens come from (RFC 6749); the secret's value is then the client secret or refresh token that they are fetched with
+	Source    *SecretSource `json:"source,omitempty"`
+	UpdatedAt time.Time     `json:"updated_at"`
+
+	// Version Grows by one with each value, from 1
+	Version int64 `json:"version"`
+}
+
+// SecretList defines model for SecretList.
+type SecretList struct {
+	Items []Secret `json:"items"`
+}
+
+// SecretSource Where short-lived tokens come from (RFC 6749); the secret's value is then the client secret or refresh token that they are fetched with
+type SecretSource struct {
+	ClientId string           `json:"client_id"`
+	Kind     SecretSourceKind `json:"kind"`
+	Scopes   []string         `json:"scopes,omitempty,omitzero"`
+	TokenUrl string           `json:"token_url"`
+}
+
+// SecretSourceKind defines model for SecretSource.Kind.
+type SecretSourceKind string
+
+// SecretValue At least 8 bytes where it has no source, at most 16 KiB
+type SecretValue = string
 
 // ServerSentEvent The fields of one event of a text/event-stream
 type ServerSentEvent struct {
@@ -1181,6 +1607,12 @@ type SessionList struct {
 
 // SessionState created (not started yet), running, exited, lost (the machine ended or was rolled back first; the log is a prefix), expired (not attached in time, or the log is past its keeping)
 type SessionState string
+
+// SetEgressRequest defines model for SetEgressRequest.
+type SetEgressRequest struct {
+	// Profile Example: packages
+	Profile EgressName `json:"profile"`
+}
 
 // SignalName defines model for SignalName.
 type SignalName string
@@ -1368,6 +1800,9 @@ type WindowSize struct {
 	Rows int `json:"rows"`
 }
 
+// EgressProfileParam Example: packages
+type EgressProfileParam = EgressName
+
 // FilePathParam Example: /home/user/a.txt
 type FilePathParam = Path
 
@@ -1401,6 +1836,9 @@ type ParentsParam = bool
 
 // SandboxParam Example: sbx_aaaaaaaaaaaaaaaaaaaa
 type SandboxParam = SandboxID
+
+// SecretParam Example: packages
+type SecretParam = EgressName
 
 // SessionParam defines model for SessionParam.
 type SessionParam = SessionID
@@ -1446,6 +1884,39 @@ type UnsupportedMediaType = Problem
 
 // UpgradeRequired RFC 9457, with Cloche's own fields
 type UpgradeRequired = Problem
+
+// ListEgressRecordsParams defines parameters for ListEgressRecords.
+type ListEgressRecordsParams struct {
+	// After Only records behind this sequence; 0 is the oldest that is kept. Last-Event-ID wins over it
+	After *int64 `form:"after,omitempty" json:"after,omitempty"`
+
+	// Sandbox Only records of this sandbox
+	Sandbox SandboxID `form:"sandbox,omitempty" json:"sandbox,omitempty,omitzero"`
+
+	// Kind Only records of this kind
+	Kind EgressKind `form:"kind,omitempty" json:"kind,omitempty,omitzero"`
+
+	// Verdict Only records with this verdict
+	Verdict EgressVerdict `form:"verdict,omitempty" json:"verdict,omitempty,omitzero"`
+
+	// WouldDeny Beside those of `verdict` those too that a dry run let through
+	WouldDeny bool `form:"would_deny,omitempty" json:"would_deny,omitempty,omitzero"`
+
+	// Since Only records of this time or later
+	Since time.Time `form:"since,omitempty" json:"since,omitempty,omitzero"`
+
+	// Limit At most so many records in a list
+	Limit int `form:"limit,omitempty" json:"limit,omitempty,omitzero"`
+
+	// LastEventID The `id` of the last event seen; wins over `offset`
+	LastEventID LastEventIDParam `json:"Last-Event-ID,omitempty,omitzero"`
+}
+
+// CreateEgressProfileParams defines parameters for CreateEgressProfile.
+type CreateEgressProfileParams struct {
+	// IdempotencyKey Makes a repetition of this request answer the same row
+	IdempotencyKey IdempotencyKeyParam `json:"Idempotency-Key,omitempty,omitzero"`
+}
 
 // ListEventsParams defines parameters for ListEvents.
 type ListEventsParams struct {
@@ -1735,6 +2206,12 @@ type ImportTemplateParams struct {
 	Command []string `form:"command,omitempty" json:"command,omitempty,omitzero"`
 }
 
+// CreateEgressProfileJSONRequestBody defines body for CreateEgressProfile for application/json ContentType.
+type CreateEgressProfileJSONRequestBody = CreateEgressProfileRequest
+
+// ReplaceEgressProfileJSONRequestBody defines body for ReplaceEgressProfile for application/json ContentType.
+type ReplaceEgressProfileJSONRequestBody = ReplaceEgressProfileRequest
+
 // DrainHostJSONRequestBody defines body for DrainHost for application/json ContentType.
 type DrainHostJSONRequestBody = DrainRequest
 
@@ -1752,6 +2229,9 @@ type CreateSandboxJSONRequestBody = CreateSandboxRequest
 
 // UpdateSandboxJSONRequestBody defines body for UpdateSandbox for application/json ContentType.
 type UpdateSandboxJSONRequestBody = UpdateSandboxRequest
+
+// SetSandboxEgressJSONRequestBody defines body for SetSandboxEgress for application/json ContentType.
+type SetSandboxEgressJSONRequestBody = SetEgressRequest
 
 // ExecCommandJSONRequestBody defines body for ExecCommand for application/json ContentType.
 type ExecCommandJSONRequestBody = ExecRequest
@@ -1782,6 +2262,12 @@ type TakeSnapshotJSONRequestBody = SnapshotRequest
 
 // CreateAccessTokenJSONRequestBody defines body for CreateAccessToken for application/json ContentType.
 type CreateAccessTokenJSONRequestBody = CreateAccessTokenRequest
+
+// CreateSecretJSONRequestBody defines body for CreateSecret for application/json ContentType.
+type CreateSecretJSONRequestBody = CreateSecretRequest
+
+// RotateSecretJSONRequestBody defines body for RotateSecret for application/json ContentType.
+type RotateSecretJSONRequestBody = RotateSecretRequest
 
 // BuildTemplateJSONRequestBody defines body for BuildTemplate for application/json ContentType.
 type BuildTemplateJSONRequestBody = BuildRequest

@@ -35,6 +35,7 @@ func (f *fake) lifecycle(mux *http.ServeMux) {
 	} {
 		mux.HandleFunc(pattern, h)
 	}
+	f.egress(mux)
 }
 
 func policyOf(r *api.PolicyRequest) api.Policy {

@@ -29,6 +29,9 @@ type fake struct {
 	requests  int
 	snapshots []api.Snapshot // newest first
 	quotas    api.Quotas
+	profiles  []api.EgressProfile
+	secrets   []api.Secret
+	values    map[string]string // of secrets
 }
 
 type fakeSession struct {
@@ -42,7 +45,7 @@ type fakeSession struct {
 }
 
 func newFake() *fake {
-	f := &fake{sessions: map[string]*fakeSession{}, files: map[string][]byte{}}
+	f := &fake{sessions: map[string]*fakeSession{}, files: map[string][]byte{}, values: map[string]string{}}
 	mux := http.NewServeMux()
 	box := "/v1/sandboxes/{sandbox}"
 	for pattern, h := range map[string]http.HandlerFunc{
@@ -134,7 +137,7 @@ func (f *fake) create(w http.ResponseWriter, r *http.Request) {
 	defer f.mu.Unlock()
 	s := api.Sandbox{
 		Id: fmt.Sprintf("sbx_%c%s", 'b'+len(f.sandboxes), idTail), Template: req.Template, Digest: "sha256:" + strings.Repeat("0", 64),
-		State: api.SandboxRunning, Source: req.Snapshot, Driver: req.Driver, Policy: policyOf(req.Policy), Labels: req.Labels, Env: req.Env, CreatedAt: time.Now(),
+		State: api.SandboxRunning, Source: req.Snapshot, Driver: req.Driver, Egress: req.Egress, Policy: policyOf(req.Policy), Labels: req.Labels, Env: req.Env, CreatedAt: time.Now(),
 		Resources: api.Resources{MilliCpu: max(2000, req.Resources.MilliCpu), MemoryMib: max(1024, req.Resources.MemoryMib), DiskMib: 8192},
 	}
 	f.sandboxes = append(f.sandboxes, s)

@@ -27,7 +27,9 @@ import (
 // writes them into the unit.
 type serveFlags struct {
 	server.Options
-	level, format string
+	open, resolvers []string
+	keyCommand      string
+	level, format   string
 }
 
 func (f *serveFlags) register(fs *pflag.FlagSet) {
@@ -43,6 +45,10 @@ func (f *serveFlags) register(fs *pflag.FlagSet) {
 	fs.StringVar(&f.Driver, "driver", server.DriverAuto, "what sandboxes run on that name no driver: firecracker (start fails where it doesn't work), gvisor, or auto for firecracker where a probe has proven it")
 	fs.StringVar(&f.AllowFirecracker, "allow-vulnerable", "", "let this `RELEASE` of Firecracker pass although its jailer is known to have a hole; for tests only")
 	_ = fs.MarkHidden("allow-vulnerable") // it exists
+	fs.StringSliceVar(&f.open, "egress-open", nil, "private `CIDR` that egress profiles may let sandboxes reach (again for more), like that of a package mirror")
+	fs.StringSliceVar(&f.resolvers, "egress-resolver", nil, "`ADDRESS` of a DNS server that the egress gateway asks (again for more); without it the host's")
+	fs.StringVar(&f.Egress.RootsFile, "egress-roots", "", "`FILE` with the authorities (PEM) by which the egress gateway verifies servers; without it the host's")
+	fs.StringVar(&f.keyCommand, "secret-kms", "", "`COMMAND` that wraps and unwraps the keys of secrets; without it a key file in the state directory")
 	fs.StringVar(&f.level, "log-level", "info", "debug, info, warn or error")
 	fs.StringVar(&f.format, "log-format", "", "text or json (default text on a terminal, else json)")
 }
@@ -67,7 +73,10 @@ func (f *serveFlags) settle(a *app) error {
 		return domain(err)
 	}
 	f.StateDir, f.Version = a.stateDir, version
-	for _, path := range []*string{&f.StateDir, &f.RunDir, &f.TLSCert, &f.TLSKey} {
+	if err := f.settleEgress(); err != nil {
+		return err
+	}
+	for _, path := range []*string{&f.StateDir, &f.RunDir, &f.TLSCert, &f.TLSKey, &f.Egress.RootsFile} {
 		if *path == "" {
 			continue
 		}

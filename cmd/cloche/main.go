@@ -78,6 +78,7 @@ func newRoot(a *app) *cobra.Command {
 			newForward(a), newUpdate(a), newRemove(a),
 		}},
 		{"time", "Sandboxes through time:", append(newVerbs(a), newFork(a), newSnapshot(a), newRollback(a))},
+		{"egress", "What leaves sandboxes:", []*cobra.Command{newEgress(a), newSecret(a)}},
 		{"more", "Templates, operations, events, keys, quotas:", []*cobra.Command{
 			newTemplate(a), newOperation(a), newEvents(a), newKey(a), newUsage(a), newQuota(a),
 		}},
@@ -92,7 +93,7 @@ func newRoot(a *app) *cobra.Command {
 	}
 	root.SetHelpCommandGroupID("host")
 	root.SetCompletionCommandGroupID("host")
-	root.AddCommand(newKVMProbe(a))
+	root.AddCommand(newKVMProbe(a), newEgressGateway(a))
 	return root
 }
 

@@ -21,7 +21,7 @@ var runs = map[string]string{"runs": "yes"}
 // createFlags are the flags by which a sandbox is made.
 type createFlags struct {
 	name, memory, disk string
-	driver             string
+	driver, egress     string
 	labels, env        []string
 	cpu                float64
 	ttl                time.Duration
@@ -37,12 +37,13 @@ func (f *createFlags) add(cmd *cobra.Command) {
 	fs.StringVar(&f.memory, "memory", "", "memory, e.g. 512MiB (default: the host's)")
 	fs.StringVar(&f.disk, "disk", "", "what it may write over its template, e.g. 4GiB (default: the host's)")
 	fs.StringVar(&f.driver, "driver", "", "what its machines run on: firecracker or gvisor (default: the host's)")
+	fs.StringVar(&f.egress, "egress", "", "its egress `PROFILE`: what it may reach; none, public, packages or one of the project's (default: none)")
 	fs.DurationVar(&f.ttl, "ttl", 0, "end it so long after now, e.g. 30m: delete it, or what --on-expiry says")
 	f.policy.add(cmd)
 }
 
 func (f *createFlags) request(template string) (r api.CreateSandboxRequest, err error) {
-	r.Template, r.Driver = template, f.driver
+	r.Template, r.Driver, r.Egress = template, f.driver, f.egress
 	if r.Labels, err = pairs(f.labels, "--label", false); err != nil {
 		return r, err
 	}

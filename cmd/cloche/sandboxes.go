@@ -236,6 +236,7 @@ func (a *app) printSandbox(s api.Sandbox, recovery string, sessions []api.Sessio
 	for _, k := range slices.Sorted(maps.Keys(s.Env)) {
 		field("env", k+"="+s.Env[k])
 	}
+	field("egress", s.Egress)
 	field("recovery", recovery)
 	field("durability", durabilityText[s.Durability])
 	if s.Policy.Idle.Action != "" {

@@ -89,6 +89,7 @@ func newVerb(a *app, name, doing, short string, ask asking) *cobra.Command {
 func newFork(a *app) *cobra.Command {
 	var count int
 	var labels, env []string
+	var egress string
 	var wait time.Duration
 	cmd := &cobra.Command{
 		Use: "fork [flags] SANDBOX", Short: "Make new sandboxes that begin where a running one stands", Args: exactly(1),
@@ -100,12 +101,13 @@ in it goes on in each of them as new sessions. They have its labels but for the 
 	fs.IntVarP(&count, "count", "n", 1, "how many, 1 to 20")
 	fs.StringArrayVarP(&labels, "label", "l", nil, "a label `NAME=VALUE` of the new ones (repeatable)")
 	fs.StringArrayVarP(&env, "env", "e", nil, "environment `NAME=VALUE` of the new ones instead of its own (repeatable); a bare NAME takes its value from here")
+	fs.StringVar(&egress, "egress", "", "their egress `PROFILE` instead of its own")
 	fs.DurationVar(&wait, "wait", 0, "how long tunnels and transfers may take to end before they are cut")
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
 		if count < 1 || count > 20 || wait < 0 {
 			return usage("--count must lie between 1 and 20, and --wait can't be negative")
 		}
-		req := api.ForkRequest{Count: count, WaitSeconds: int(wait.Seconds())}
+		req := api.ForkRequest{Count: count, Egress: egress, WaitSeconds: int(wait.Seconds())}
 		ctx := cmd.Context()
 		c, id, err := a.dialFor(ctx, args[0])
 		if err != nil {

@@ -233,6 +233,12 @@ func (c *Control) make(ctx context.Context, op sandbox.Operation, req sandbox.Ma
 		c.watchQueue(watching, op, step)
 	}()
 	failure = attempt(ctx, c.o.CreateTimeout, func(ctx context.Context) (err error) {
+		// First, so that no machine ever has more than its profile allows.
+		if c.o.Egress != nil {
+			if err := c.assign(ctx, req.Sandbox, c.opener()); err != nil {
+				return err
+			}
+		}
 		status, err = c.node.CreateMachine(ctx, req)
 		return err
 	})

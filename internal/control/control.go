@@ -36,6 +36,7 @@ type Options struct {
 	Store   sandbox.Store
 	Node    sandbox.Node
 	Builder sandbox.Builder
+	Egress  *Egress // nil: no sandbox reaches anything
 	// MintKey makes a key's text, which its owner gets once, and its hash,
 	// which is stored (auth.Mint).
 	MintKey func(id string) (text string, hash []byte)
@@ -82,7 +83,7 @@ type Control struct {
 	log     *slog.Logger
 	now     func() time.Time
 
-	creates, deletes, builds, snapshots, checkpoints *slots
+	creates, deletes, builds, snapshots, checkpoints, egresses *slots
 
 	bell        *bell
 	reap, crash kicker
@@ -91,7 +92,7 @@ type Control struct {
 	running context.Context  // of Run; nil while it doesn't run
 	wg      *sync.WaitGroup  // of the goroutines that Run owns
 	tasks   map[string]*task // by operation
-	garbage map[string]bool  // machines whose removal is under way
+	garbage map[string]bool  // what spawn has under way: removals of machines, assignments, fetches of tokens
 
 	endsMu sync.Mutex
 	ends   map[string]sandbox.MachineStatus // ended machines whose rows have yet to hear it
@@ -104,6 +105,8 @@ type Control struct {
 	durabilities sync.Map   // by driver: a sandbox.Durability
 	policies     sync.Mutex // over changes of policies
 	retries      retries
+	pushes       pushes
+	tokens       tokens
 }
 
 // task is one operation under way in this process.
@@ -125,7 +128,7 @@ func New(o Options) *Control {
 	return &Control{
 		o: o, store: o.Store, node: o.Node, builder: o.Builder, log: o.Log, now: o.Now,
 		creates: newSlots(o.Creates), deletes: newSlots(o.Deletes), builds: newSlots(o.Builds),
-		snapshots: newSlots(o.Snapshots), checkpoints: newSlots(o.Checkpoints),
+		snapshots: newSlots(o.Snapshots), checkpoints: newSlots(o.Checkpoints), egresses: newSlots(egressAtOnce),
 		bell: newBell(), reap: newKicker(), crash: newKicker(),
 		tasks: map[string]*task{}, garbage: map[string]bool{}, ends: map[string]sandbox.MachineStatus{},
 		capacity: capacity{turn: newSlots(1)},
@@ -134,6 +137,8 @@ func New(o Options) *Control {
 		beats:    beats{of: map[string]*beat{}, mine: map[string]bool{}},
 		salvages: salvages{of: map[string]*salvaging{}},
 		retries:  retries{at: map[string]time.Time{}},
+		pushes:   newPushes(),
+		tokens:   tokens{of: map[string]*token{}},
 	}
 }
 
@@ -204,6 +209,10 @@ func (c *Control) Run(ctx context.Context) error {
 	wg.Go(func() { c.kicked(ctx, c.o.CrashEvery, c.crash, c.startCrashed) })
 	wg.Go(func() { c.prune(ctx); c.every(ctx, pruneEvery, c.prune) })
 	wg.Go(func() { c.observe(ctx) })
+	if c.o.Egress != nil {
+		c.pushes.everything()
+		wg.Go(func() { c.kicked(ctx, egressEvery, c.pushes.kick, c.pushEgress) })
+	}
 	<-ctx.Done()
 
 	c.mu.Lock()
@@ -298,12 +307,13 @@ func (c *Control) launch(op sandbox.Operation) {
 	})
 }
 
-// spawn runs f in a goroutine that Run owns, once at a time for each key.
-func (c *Control) spawn(key string, f func(context.Context)) {
+// spawn runs f in a goroutine that Run owns, once at a time for each key; false
+// where it does not, because it runs already or Run doesn't.
+func (c *Control) spawn(key string, f func(context.Context)) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.running == nil || c.running.Err() != nil || c.garbage[key] {
-		return
+		return false
 	}
 	c.garbage[key] = true
 	ctx := c.running
@@ -315,6 +325,7 @@ func (c *Control) spawn(key string, f func(context.Context)) {
 		}()
 		f(ctx)
 	})
+	return true
 }
 
 // logErr logs at the edge; the end of ctx is no news.

@@ -31,6 +31,8 @@ type fakeNode struct {
 	same     bool          // checkpoints answer Unchanged
 	keeps    bool          // machines leave their disks behind: durability crash
 	sessions []sandbox.Session
+	egress   map[string]sandbox.EgressAssignment
+	assigned int // how often
 
 	// What to do instead of the ordinary; may be nil.
 	create func(ctx context.Context, req sandbox.MachineRequest) (sandbox.MachineStatus, error)
@@ -45,6 +47,7 @@ func newNode() *fakeNode {
 	return &fakeNode{
 		machines: map[string]sandbox.MachineStatus{}, paused: map[string]bool{}, snaps: map[string]sandbox.SnapshotStatus{},
 		fences: map[string]int64{}, released: map[string]sandbox.End{}, lost: map[string]bool{}, wake: make(chan struct{}),
+		egress: map[string]sandbox.EgressAssignment{},
 	}
 }
 
@@ -236,6 +239,25 @@ func (n *fakeNode) ListSnapshots(context.Context) ([]string, error) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	return slices.Sorted(maps.Keys(n.snaps)), nil
+}
+
+// SetEgress is not fenced by a generation, but by the assignment's revision.
+func (n *fakeNode) SetEgress(ctx context.Context, a sandbox.EgressAssignment) error {
+	n.mu.Lock()
+	before := n.before
+	n.mu.Unlock()
+	if before != nil {
+		if err := before(ctx, "egress", a.Sandbox); err != nil {
+			return err
+		}
+	}
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.assigned++
+	if a.Revision >= n.egress[a.Sandbox].Revision {
+		n.egress[a.Sandbox] = a
+	}
+	return nil
 }
 
 func (n *fakeNode) Capacity(ctx context.Context) (host sandbox.Capacity, err error) {

@@ -13,6 +13,7 @@ type ForkRequest struct {
 	Count  int               `json:"count"`            // 1 to sandbox.MaxChildren
 	Labels map[string]string `json:"labels,omitempty"` // nil: the parent's
 	Env    map[string]string `json:"env,omitempty"`    // nil: the parent's
+	Egress string            `json:"egress,omitempty"` // "": the parent's
 	// Wait is how long tunnels and transfers may take to end before they are cut.
 	Wait time.Duration `json:"wait,omitempty"`
 }
@@ -27,7 +28,7 @@ func (c *Control) Fork(ctx context.Context, who sandbox.Caller, id string, req F
 	if req.Count < 1 || req.Count > sandbox.MaxChildren {
 		return nil, op, false, invalid("bad_count", "a fork makes 1 to %d children, not %d", sandbox.MaxChildren, req.Count)
 	}
-	for _, err := range []error{ValidateLabels(req.Labels), ValidateEnv(req.Env), validateSnapshotWait(req.Wait)} {
+	for _, err := range []error{ValidateLabels(req.Labels), ValidateEnv(req.Env), validateSnapshotWait(req.Wait), c.validateEgress(req.Egress)} {
 		if err != nil {
 			return nil, op, false, err
 		}
@@ -41,7 +42,7 @@ func (c *Control) Fork(ctx context.Context, who sandbox.Caller, id string, req F
 		child := sandbox.NewSandbox{
 			Sandbox: sandbox.Sandbox{
 				ID: sandbox.NewID(sandbox.KindSandbox), CreatedAt: c.now().UTC(),
-				Labels: maps.Clone(req.Labels), Env: maps.Clone(req.Env),
+				Labels: maps.Clone(req.Labels), Env: maps.Clone(req.Env), Egress: req.Egress,
 			},
 			Operation: c.newOperation(who, sandbox.VerbCreate),
 		}

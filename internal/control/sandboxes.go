@@ -18,6 +18,9 @@ type CreateRequest struct {
 	Resources sandbox.Resources `json:"resources"`
 	TTL       time.Duration     `json:"ttl,omitempty"` // 0 is none
 	Policy    PolicyPatch       `json:"policy"`        // of sandbox.DefaultPolicy
+	// Egress is the egress profile; "" is the snapshot's with Snapshot, else the
+	// preset none.
+	Egress string `json:"egress,omitempty"`
 }
 
 // CreateSandbox asks for a sandbox in the caller's project. It answers as soon
@@ -30,6 +33,9 @@ func (c *Control) CreateSandbox(ctx context.Context, who sandbox.Caller, req Cre
 		return sb, op, false, err
 	}
 	policy, err := validateCreate(&req)
+	if err == nil {
+		err = c.validateEgress(req.Egress)
+	}
 	if err != nil {
 		return sb, op, false, err
 	}
@@ -40,7 +46,7 @@ func (c *Control) CreateSandbox(ctx context.Context, who sandbox.Caller, req Cre
 	now := c.now().UTC()
 	sb = sandbox.Sandbox{
 		ID: sandbox.NewID(sandbox.KindSandbox), Project: who.Project, Template: req.Template, Source: req.Snapshot, Driver: req.Driver,
-		Labels: req.Labels, Env: req.Env, Resources: req.Resources, Policy: policy, CreatedAt: now, TouchedAt: now,
+		Labels: req.Labels, Env: req.Env, Resources: req.Resources, Policy: policy, Egress: req.Egress, CreatedAt: now, TouchedAt: now,
 	}
 	if req.TTL > 0 {
 		at := now.Add(req.TTL)

@@ -427,7 +427,7 @@ func fill(t *testing.T, at string, v reflect.Value, depth int) {
 		v.SetString("x")
 	case reflect.Bool:
 		v.SetBool(true)
-	case reflect.Uint64:
+	case reflect.Uint64, reflect.Uint8:
 		v.SetUint(7)
 	case reflect.Int, reflect.Int64, reflect.Int32:
 		v.SetInt(7)

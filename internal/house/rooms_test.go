@@ -51,8 +51,25 @@ var rooms = []room{
 	{"internal/node/snapshot", []string{"internal/sys", "internal/failpoint"}},
 	{"internal/node", []string{
 		"internal/node/driver", "internal/node/snapshot", "internal/failpoint", "internal/node/artifact", "internal/node/cgroup", "internal/node/guestlink", "internal/node/netns",
-		"internal/node/session", "internal/guestapi", "internal/sys",
+		"internal/node/session", "internal/guestapi", "internal/sys", "internal/trust",
 	}},
+
+	{"internal/egress/audit", []string{"internal/sys"}},
+	{"internal/egress/policy", nil},
+	{"internal/egress/dial", []string{"internal/egress/policy"}},
+	{"internal/egress/resolve", []string{"internal/egress/policy", "internal/egress/audit"}},
+	{"internal/egress/ca", nil},
+	{"internal/egress/inject", nil},
+	{"internal/egress/oauth", nil},
+	{"internal/egress/proxy", []string{"internal/egress/policy", "internal/egress/dial", "internal/egress/ca", "internal/egress/inject", "internal/egress/audit", "internal/sys"}},
+	{"internal/egress/gatewayrpc", []string{"internal/egress/audit", "internal/sys"}},
+	{"internal/egress", []string{
+		"internal/egress/audit", "internal/egress/policy", "internal/egress/dial", "internal/egress/resolve", "internal/egress/ca", "internal/egress/inject",
+		"internal/egress/proxy", "internal/egress/gatewayrpc", "internal/sys",
+	}},
+	{"internal/node/egress", []string{"internal/egress/audit", "internal/egress/gatewayrpc", "internal/sys"}},
+	{"internal/trust", nil},
+	{"internal/vault", []string{"internal/sys"}},
 
 	{"internal/template", []string{"internal/sys"}},
 	{"internal/auth", nil},
@@ -68,7 +85,7 @@ var rooms = []room{
 	{"internal/server", []string{"…"}},
 
 	{"cmd/cloche", []string{
-		"internal/server", "internal/doctor", "client", "api",
+		"internal/server", "internal/doctor", "client", "api", "internal/egress",
 		"internal/node/artifact", "internal/node/driver/firecracker/installed", "internal/node/driver/firecracker/kernel", // the commands that install
 	}},
 	{"cmd/cloche-gvisor", []string{"internal/engine"}},
@@ -84,7 +101,10 @@ var fenced = map[string][]string{
 	"gvisor.dev/gvisor":             {"internal/engine", "cmd/cloche-gvisor"},
 	"golang.org/x/sys/unix":         {"internal/sys", "internal/engine", "internal/guest"},
 	"modernc.org/sqlite":            {"internal/store/sqlite"},
-	"github.com/vishvananda":        {"internal/node/netns", "internal/engine", "internal/guest"},
+	"github.com/vishvananda":        {"internal/node/netns", "internal/engine", "internal/guest", "test/internet"},
+	"github.com/google/nftables":    {"internal/node/netns", "test/internet"},
+	"github.com/miekg/dns":          {"internal/egress/resolve", "test"},
+	"software.sslmate.com":          {"internal/trust", "internal/guest"},
 	"github.com/spf13/cobra":        {"cmd/cloche"},
 	"github.com/oapi-codegen":       {"api", "client", "internal/httpapi", "internal/dataplane"},
 	"github.com/coder/websocket":    {"internal/dataplane", "client"},

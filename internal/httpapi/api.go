@@ -89,6 +89,31 @@ type KeyRing interface {
 	RevokeKey(ctx context.Context, who sandbox.Caller, id string) error
 }
 
+// Profiles are control's verbs on egress profiles.
+type Profiles interface {
+	CreateProfile(ctx context.Context, who sandbox.Caller, p sandbox.EgressProfile, idem sandbox.Idempotency) (sandbox.EgressProfile, bool, error)
+	Profile(ctx context.Context, who sandbox.Caller, name string) (sandbox.EgressProfile, error)
+	Profiles(ctx context.Context, who sandbox.Caller) ([]sandbox.EgressProfile, error)
+	ReplaceProfile(ctx context.Context, who sandbox.Caller, p sandbox.EgressProfile) (sandbox.EgressProfile, error)
+	DeleteProfile(ctx context.Context, who sandbox.Caller, name string) error
+}
+
+// Secrets are control's verbs on secrets.
+type Secrets interface {
+	CreateSecret(ctx context.Context, who sandbox.Caller, req control.SecretRequest) (sandbox.Secret, error)
+	Secret(ctx context.Context, who sandbox.Caller, name string) (sandbox.Secret, error)
+	Secrets(ctx context.Context, who sandbox.Caller) ([]sandbox.Secret, error)
+	ReplaceSecret(ctx context.Context, who sandbox.Caller, name string, version int64, value []byte) (sandbox.Secret, error)
+	DeleteSecret(ctx context.Context, who sandbox.Caller, name string) error
+}
+
+// Egress is which profile a sandbox has, and what the gateway decided.
+type Egress interface {
+	SetSandboxEgress(ctx context.Context, who sandbox.Caller, id, profile string) (sandbox.Sandbox, error)
+	EgressRecords(ctx context.Context, who sandbox.Caller, f sandbox.EgressAuditFilter) (list []sandbox.EgressRecord, last int64, err error)
+	FollowEgress(ctx context.Context, who sandbox.Caller, f sandbox.EgressAuditFilter, tell func(sandbox.EgressRecord) error) error
+}
+
 // Control is what the control half asks of (a control.Control).
 type Control interface {
 	Sandboxes
@@ -99,6 +124,9 @@ type Control interface {
 	Templates
 	Releases
 	KeyRing
+	Profiles
+	Secrets
+	Egress
 }
 
 var _ Control = (*control.Control)(nil)
@@ -142,7 +170,12 @@ var actions = map[string]sandbox.Action{
 	"listSnapshots": sandbox.ActSee, "getSnapshot": sandbox.ActSee, "deleteSnapshot": sandbox.ActChange,
 	"listEvents": sandbox.ActSee, "getUsage": sandbox.ActSee, "setQuotas": sandbox.ActKeys, "drainHost": sandbox.ActKeys,
 	"createAccessToken": sandbox.ActData,
-	"listOperations":    sandbox.ActSee, "getOperation": sandbox.ActSee,
+	"setSandboxEgress":  sandbox.ActChange, "listEgressProfiles": sandbox.ActSee, "getEgressProfile": sandbox.ActSee,
+	"createEgressProfile": sandbox.ActChange, "replaceEgressProfile": sandbox.ActChange, "deleteEgressProfile": sandbox.ActChange,
+	"listEgressRecords": sandbox.ActData,
+	"listSecrets":       sandbox.ActSee, "getSecret": sandbox.ActSee,
+	"createSecret": sandbox.ActChange, "rotateSecret": sandbox.ActChange, "deleteSecret": sandbox.ActChange,
+	"listOperations": sandbox.ActSee, "getOperation": sandbox.ActSee,
 	"listTemplates": sandbox.ActSee, "getTemplate": sandbox.ActSee,
 	"importTemplate": sandbox.ActTemplate, "deleteTemplate": sandbox.ActTemplate,
 	"putRelease": sandbox.ActTemplate, "deleteRelease": sandbox.ActTemplate,

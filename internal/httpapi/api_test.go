@@ -129,6 +129,21 @@ func (b *bench) requests() map[string]request {
 		"listKeys":          {"/v1/keys", "", "", 200},
 		"createKey":         {"/v1/keys", js, `{"name":"ci","role":"read"}`, 201},
 		"revokeKey":         {"/v1/keys/" + b.fake.key.ID, "", "", 204},
+
+		"setSandboxEgress":     {sbx + "/egress", js, `{"profile":"public"}`, 200},
+		"listEgressProfiles":   {"/v1/egress/profiles", "", "", 200},
+		"createEgressProfile":  {"/v1/egress/profiles", js, `{"name":"web",` + profileBody, 201},
+		"getEgressProfile":     {"/v1/egress/profiles/web", "", "", 200},
+		"replaceEgressProfile": {"/v1/egress/profiles/web", js, `{"version":4,` + profileBody, 200},
+		"deleteEgressProfile":  {"/v1/egress/profiles/web", "", "", 204},
+		"listEgressRecords": {
+			"/v1/egress/audit?after=0&sandbox=" + b.fake.sb.ID + "&kind=http&verdict=denied&would_deny=true&since=2026-01-02T03:04:05Z&limit=7", "", "", 200,
+		},
+		"listSecrets":  {"/v1/secrets", "", "", 200},
+		"createSecret": {"/v1/secrets", js, `{"name":"KEY","hosts":["api.example.com"],"value":"the value",` + sourceBody, 201},
+		"getSecret":    {"/v1/secrets/KEY", "", "", 200},
+		"rotateSecret": {"/v1/secrets/KEY", js, `{"value":"another","version":2}`, 200},
+		"deleteSecret": {"/v1/secrets/KEY", "", "", 204},
 	}
 }
 
@@ -145,6 +160,9 @@ func TestRoles(t *testing.T) {
 		"startSandbox": change, "wakeSandbox": change, "forkSandbox": change, "rollbackSandbox": change, "takeSnapshot": change,
 		"listSnapshots": see, "getSnapshot": see, "deleteSnapshot": change, "listEvents": see, "getUsage": see,
 		"setQuotas": admin, "drainHost": admin,
+		"setSandboxEgress": change, "listEgressProfiles": see, "getEgressProfile": see, "createEgressProfile": change, "replaceEgressProfile": change,
+		"deleteEgressProfile": change, "listEgressRecords": change, "listSecrets": see, "getSecret": see, "createSecret": change,
+		"rotateSecret": change, "deleteSecret": change,
 		"buildTemplate": admin, "listKeys": admin, "createKey": admin, "revokeKey": admin,
 	}
 	for _, op := range resttest.Operations(t) {

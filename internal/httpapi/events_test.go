@@ -100,11 +100,16 @@ type stream struct {
 
 func (b *bench) stream(query string, header ...string) *stream {
 	b.t.Helper()
-	r, err := http.NewRequestWithContext(b.t.Context(), "GET", b.url+"/v1/events"+query, nil)
+	return b.streamOf("read", "/v1/events"+query, header...)
+}
+
+func (b *bench) streamOf(key, path string, header ...string) *stream {
+	b.t.Helper()
+	r, err := http.NewRequestWithContext(b.t.Context(), "GET", b.url+path, nil)
 	if err != nil {
 		b.t.Fatal(err)
 	}
-	r.Header.Set("Authorization", "Bearer read")
+	r.Header.Set("Authorization", "Bearer "+key)
 	for i := 0; i < len(header); i += 2 {
 		r.Header.Set(header[i], header[i+1])
 	}

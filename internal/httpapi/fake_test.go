@@ -24,6 +24,10 @@ type fake struct {
 	key    sandbox.Key
 	snap   sandbox.Snapshot
 	log    *eventLog // of Events
+
+	last     int64                          // of the audit
+	records  chan sandbox.EgressRecord      // what FollowEgress tells
+	followed chan sandbox.EgressAuditFilter // how it was asked
 }
 
 var (
@@ -34,6 +38,7 @@ var (
 func newFake() *fake {
 	now := time.Now()
 	return &fake{
+		records: make(chan sandbox.EgressRecord), followed: make(chan sandbox.EgressAuditFilter, 10),
 		sb: sandbox.Sandbox{
 			ID: sandbox.NewID(sandbox.KindSandbox), Project: project, Template: "base", Digest: digest, State: sandbox.StateRunning,
 			CreatedAt: now, UpdatedAt: now, TouchedAt: now, End: &sandbox.End{Reason: sandbox.EndOOM, At: now}, ExpiresAt: &now,

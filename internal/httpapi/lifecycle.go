@@ -87,7 +87,7 @@ func (a *API) ForkSandbox(w http.ResponseWriter, r *http.Request, id api.Sandbox
 		return
 	}
 	children, op, _, err := a.o.Control.Fork(r.Context(), callerOf(r), id, control.ForkRequest{
-		Count: max(1, body.Count), Labels: body.Labels, Env: body.Env, Wait: time.Duration(body.WaitSeconds) * time.Second,
+		Count: max(1, body.Count), Labels: body.Labels, Env: body.Env, Egress: body.Egress, Wait: time.Duration(body.WaitSeconds) * time.Second,
 	}, rest.Idempotency(r, params.IdempotencyKey, body))
 	if err != nil {
 		rest.Fail(w, r, err)

@@ -47,7 +47,7 @@ func (a *API) CreateSandbox(w http.ResponseWriter, r *http.Request, params api.C
 	}
 	sb, op, _, err := a.o.Control.CreateSandbox(r.Context(), callerOf(r), control.CreateRequest{
 		Template: body.Template, Snapshot: body.Snapshot, Driver: body.Driver, Labels: body.Labels, Env: body.Env, TTL: seconds(body.TtlSeconds),
-		Policy: policyPatch(body.Policy),
+		Policy: policyPatch(body.Policy), Egress: body.Egress,
 		Resources: sandbox.Resources{
 			MilliCPU: body.Resources.MilliCpu, MemoryMiB: body.Resources.MemoryMib, DiskMiB: body.Resources.DiskMib,
 		},

@@ -1,6 +1,7 @@
 package httpapi
 
 import (
+	"cmp"
 	"time"
 
 	"cloche.dev/cloche/api"
@@ -13,6 +14,7 @@ func (a *API) showSandbox(sb sandbox.Sandbox) api.Sandbox {
 		Id: sb.ID, Project: sb.Project, Template: sb.Template, Digest: sb.Digest, Driver: sb.Driver,
 		State: api.SandboxState(sb.State), Labels: sb.Labels, Env: sb.Env, Operation: sb.Operation,
 		Resources: showResources(sb.Resources), Policy: showPolicy(sb.Policy), Epoch: sb.Epoch,
+		Egress:     cmp.Or(sb.Egress, sandbox.PresetNone),
 		Durability: api.SandboxDurability(a.o.Durability[sb.Driver]), Source: sb.Source, Parent: sb.Parent, Base: sb.Base,
 		CreatedAt: sb.CreatedAt.UTC(), UpdatedAt: sb.UpdatedAt.UTC(), TouchedAt: sb.TouchedAt.UTC(), ExpiresAt: at(sb.ExpiresAt),
 	}

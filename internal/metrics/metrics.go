@@ -43,7 +43,9 @@ type Options struct {
 	// Sessions counts the sessions on this host by status.
 	Sessions func() map[string]int
 	// Output is how many bytes of commands' output were recorded since the start.
-	Output  func() uint64
+	Output func() uint64
+	// Egress tells of the egress gateway; with an error it still tells Decisions.
+	Egress  func(ctx context.Context) (Egress, error)
 	Version string
 	Driver  func() string // of new sandboxes, now; nil: "" is told
 	Log     *slog.Logger
@@ -69,6 +71,9 @@ func New(o Options) *Metrics {
 		m.reg.MustRegister(prometheus.NewCounterFunc(prometheus.CounterOpts{
 			Name: "cloche_output_bytes_total", Help: "Bytes of commands' output that were recorded.",
 		}, func() float64 { return float64(o.Output()) }))
+	}
+	if o.Egress != nil {
+		m.reg.MustRegister(egress{o})
 	}
 	return m
 }

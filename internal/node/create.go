@@ -192,6 +192,7 @@ func (n *Node) steps(d driver.Driver, m *machine, from *origin) []step {
 			},
 			undo: func(ctx context.Context) error { return n.o.Networks.Delete(ctx, m.id) },
 		},
+		n.gatewayStep(m),
 		{
 			name: "create the machine",
 			do: func(ctx context.Context) (err error) {

@@ -25,6 +25,7 @@ func (n *Node) DeleteMachine(ctx context.Context, id string, generation int64) e
 	if err != nil {
 		return err
 	}
+	n.forgetEgress(id)
 	failpoint.Hit("node.delete.swept")
 	return n.o.Recorder.DeleteSandbox(ctx, id)
 }
@@ -51,13 +52,17 @@ func (n *Node) ReleaseMachine(ctx context.Context, id string, generation int64, 
 			return err
 		}
 	}
-	return n.remove(ctx, id, func() error {
+	err = n.remove(ctx, id, func() error {
 		if !suspends {
 			n.tellEnd(ctx, id, end)
 		}
 		failpoint.Hit("node.release.told")
 		return nil
 	})
+	if err == nil {
+		n.forgetEgress(id)
+	}
+	return err
 }
 
 // remove ends a machine and takes back all of its bring-up. It needs no
@@ -99,7 +104,9 @@ func (n *Node) clear(ctx context.Context, id string) error {
 	}
 	failpoint.Hit("node.clear.discarded")
 	if len(errs) == 0 { // a namespace goes when nothing is in it
-		if err := n.o.Networks.Delete(ctx, id); err != nil {
+		if err := n.detach(ctx, id); err != nil {
+			errs = append(errs, err)
+		} else if err := n.o.Networks.Delete(ctx, id); err != nil {
 			errs = append(errs, err)
 		}
 	}

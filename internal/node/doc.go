@@ -14,5 +14,7 @@
 // and verified, and one that failed left nothing, the machine as it was. A
 // machine is ended for another's sake only after all was verified that could be,
 // and that it was is on disk before it happens. A machine stands still only
-// while its user or the snapshot that it was held for wants it to.
+// while its user or the snapshot that it was held for wants it to. Where the node
+// has an egress gateway, a machine's network is the gateway's from before the
+// machine is made until after it has ended.
 package node

@@ -27,6 +27,8 @@ type journal struct {
 	Origin    string                 `json:"origin,omitempty"`     // the sandbox that its snapshot was taken of
 	MaxProcs  uint64                 `json:"max_procs,omitempty"`
 	Sessions  []sandbox.Session      `json:"sessions,omitempty"` // that went on from another timeline
+	Egress    bool                   `json:"egress,omitempty"`   // it was made with a gateway; those of earlier releases were not
+	CA        []byte                 `json:"ca,omitempty"`       // certificate of its project's authority, as it was then
 	Done      bool                   `json:"done"`               // bring-up ended well
 	BootID    string                 `json:"boot_id"`            // of the host
 	End       *sandbox.End           `json:"end,omitempty"`

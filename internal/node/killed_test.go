@@ -155,7 +155,7 @@ func TestAKillAtAnyStepIsTakenBackOrFinished(t *testing.T) {
 
 // killOnce tells whether the verb came as far as its at-th effect.
 func killOnce(t *testing.T, c killedCase, at int) bool {
-	r := newRig(t)
+	r, gateway := newEgressRig(t)
 	r.d.caches = true
 	req := request(1)
 	snapshot := c.before(r, req)
@@ -171,6 +171,7 @@ func killOnce(t *testing.T, c killedCase, at int) bool {
 		r.must(err)
 		r.d.at.disarm()
 		c.after(r, req, snapshot)
+		gateway.serves(req.Sandbox)
 		r.stop()
 		return false
 	case <-r.d.at.frozen:
@@ -188,6 +189,7 @@ func killOnce(t *testing.T, c killedCase, at int) bool {
 		t.Errorf("killed at %d: again: %v", at, err)
 	} else {
 		c.after(r, req, snapshot)
+		gateway.serves(req.Sandbox)
 	}
 	if t.Failed() {
 		t.Logf("killed at %d", at)

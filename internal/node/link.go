@@ -32,13 +32,14 @@ func (n *Node) linkConfig(m *machine) guestlink.Config {
 		Hostname: j.Request.Hostname, Env: environment(j.Request), MaxProcsPerUser: procs,
 		Generation: j.Epoch, MachineId: machineID(m.id), BootId: j.GuestBoot, Restored: fromMemory(j.Request), Source: j.Origin,
 	}
+	n.setUpEgress(m, setup)
 	return guestlink.Config{
 		Listen: m.driver.Guest, Key: j.Key, Former: m.former, Welcomed: j.Welcomed, Epoch: j.Epoch,
 		Welcome: func() error {
 			j.Welcomed = true
 			return j.save(n.dir(m.id))
 		},
-		Setup: setup, Log: n.o.Log.With("sandbox", m.id),
+		Setup: setup, SetUp: func(a *guestv1.SetupResponse) { n.tellProblems(m.id, a) }, Log: n.o.Log.With("sandbox", m.id),
 	}
 }
 

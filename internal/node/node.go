@@ -44,6 +44,8 @@ type Options struct {
 	Prober      *Prober
 	Images      Images
 	Networks    Networks
+	Egress      Egress // nil: no machine has a gateway
+	RootsFile   string // of the certificates that guests trust beside their own; "": the host's
 	Guests      Guests
 	Recorder    Recorder
 	Concurrency int           // creations at once
@@ -78,6 +80,7 @@ type Node struct {
 	calls    map[string]*call // the one under way for each sandbox
 	waiting  int
 	changes  changes
+	trust    trusted
 }
 
 var _ sandbox.Node = (*Node)(nil)

@@ -168,6 +168,7 @@ func (n *Node) takeUp(ctx context.Context, m *machine) {
 			log.Error("forget a snapshot that was not finished", "err", err)
 		}
 	}
+	n.reattach(ctx, m) // before it goes on
 	still := held || m.wish.Paused
 	paused, err := m.driver.Paused(ctx)
 	switch {

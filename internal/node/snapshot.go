@@ -168,6 +168,13 @@ func (n *Node) settleSteps(m *machine, req sandbox.SnapshotRequest) []step {
 			do:   func(context.Context) error { n.cut(m); return nil },
 			undo: func(context.Context) error { n.join(m); return nil },
 		})
+		if n.o.Egress != nil {
+			steps = append(steps, step{
+				// While the guest runs it learns of it; in the image they are ended either way.
+				name: "reset the connections through the egress gateway",
+				do:   func(ctx context.Context) error { return n.o.Egress.Reset(ctx, m.id) },
+			})
+		}
 	}
 	if req.Hold {
 		steps = append(steps, step{

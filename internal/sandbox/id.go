@@ -18,6 +18,7 @@ const (
 	KindProject   = "prj_"
 	KindKey       = "key_"
 	KindPolicy    = "pol_"
+	KindSecret    = "sec_"
 )
 
 const idChars = 20

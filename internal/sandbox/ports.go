@@ -98,6 +98,7 @@ type Node interface {
 	Machines
 	MachineVerbs
 	Snapshots
+	EgressSetter
 }
 
 // Machines is the part of Node that makes, removes and watches machines.
@@ -185,6 +186,7 @@ type Store interface {
 	SnapshotStore
 	SessionStore
 	TemplateStore
+	EgressStore
 	// Backup writes a consistent copy of all rows to a new file.
 	Backup(ctx context.Context, path string) error
 	Close() error
@@ -213,7 +215,7 @@ type Begin struct {
 	To string
 	// Children are inserted in state creating with their operations (fork): their
 	// Source is Snapshot, their Parent the sandbox, all else the sandbox's but ID,
-	// Labels, Env and CreatedAt where they are set.
+	// Labels, Env, Egress and CreatedAt where they are set.
 	Children []NewSandbox
 	// Capacity bounds what the transition may take of the host.
 	Capacity Capacity
@@ -253,7 +255,9 @@ type SandboxStore interface {
 	// event. It resolves and pins the template in the same transaction
 	// (sb.Template is the name or digest asked for; the answer has Digest): so a
 	// template can't be deleted between. With sb.Source the template, driver and
-	// resources are the snapshot's, which must be ready (code "snapshot_not_ready").
+	// resources are the snapshot's, which must be ready (code "snapshot_not_ready"),
+	// and its egress profile too where sb.Egress is "". A profile that the project
+	// does not have is NotFound ("profile_not_found").
 	// The project's quotas (class Quota, code "quota_NAME"), the host's capacity
 	// (class NoCapacity, code "no_capacity_NAME") and the driver asked for (see
 	// FindDriver) are checked in it. A replayed key answers the first call's rows.

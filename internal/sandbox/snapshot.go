@@ -52,6 +52,7 @@ type Snapshot struct {
 	Digest    string          `json:"digest"` // of the template
 	Driver    string          `json:"driver"`
 	Resources Resources       `json:"resources"`
+	Egress    string          `json:"egress,omitempty"` // the sandbox's profile; a sandbox that is created from it gets that
 	Needs     Needs           `json:"needs"`
 	SizeBytes int64           `json:"size_bytes"` // on the host's disk
 	Operation string          `json:"operation,omitempty"`

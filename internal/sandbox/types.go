@@ -86,6 +86,7 @@ type Sandbox struct {
 	Env        map[string]string `json:"env,omitempty"`
 	Resources  Resources         `json:"resources"`
 	Policy     Policy            `json:"policy"`
+	Egress     string            `json:"egress,omitempty"` // its egress profile's name; "" is PresetNone
 	CreatedAt  time.Time         `json:"created_at"`
 	UpdatedAt  time.Time         `json:"updated_at"`
 	TouchedAt  time.Time         `json:"touched_at"`           // see Policy.Idle

@@ -153,7 +153,7 @@ func probeFirecracker(ctx context.Context, stateDir string, try bool) (c driver.
 func bootOnce(ctx context.Context, dir string, store *installed.Store, guests *artifact.Builds) (driver.Capability, error) {
 	d, err := firecracker.New(firecracker.Options{
 		StateDir: dir, RunDir: filepath.Join(dir, "r"), Pair: store.Current, ByHash: store.ByHash, Guest: guests.CurrentPath(),
-		Networks: netns.New(filepath.Join(dir, "r", "netns")), Log: slog.New(slog.DiscardHandler),
+		Networks: netns.New(netns.Options{Dir: filepath.Join(dir, "r", "netns")}), Log: slog.New(slog.DiscardHandler),
 	})
 	if err != nil {
 		return driver.Capability{}, err

@@ -39,7 +39,7 @@ func probe(ctx context.Context) (c driver.Capability, err error) {
 		}
 		d, err := gvisor.New(gvisor.Options{
 			StateDir: dir, RunDir: filepath.Join(dir, "r"), Engine: engine.Path, Guest: guests.CurrentPath(),
-			Networks: netns.New(filepath.Join(dir, "r", "netns")), Log: slog.New(slog.DiscardHandler),
+			Networks: netns.New(netns.Options{Dir: filepath.Join(dir, "r", "netns")}), Log: slog.New(slog.DiscardHandler),
 		})
 		if err != nil {
 			return err

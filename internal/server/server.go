@@ -34,6 +34,7 @@ import (
 	"cloche.dev/cloche/internal/node/artifact"
 	"cloche.dev/cloche/internal/node/driver"
 	"cloche.dev/cloche/internal/node/driver/gvisor"
+	"cloche.dev/cloche/internal/node/egress"
 	"cloche.dev/cloche/internal/node/netns"
 	"cloche.dev/cloche/internal/node/session"
 	"cloche.dev/cloche/internal/sandbox"
@@ -63,6 +64,8 @@ type Options struct {
 	// AllowFirecracker is the one release of Firecracker that is let pass although
 	// its jailer is known to have a hole; for tests.
 	AllowFirecracker string
+
+	Egress EgressOptions
 
 	Ready   func() // called when requests are answered; may be nil
 	Version string
@@ -127,6 +130,9 @@ func (o Options) check() error {
 	if err := CheckDriver(o.Driver); err != nil {
 		return err
 	}
+	if err := o.Egress.check(); err != nil {
+		return err
+	}
 	host, _, err := net.SplitHostPort(o.Listen)
 	if err != nil {
 		return sandbox.Errorf(sandbox.Invalid, "bad_listen", "the address to listen on is not host:port: %w", err)
@@ -162,6 +168,9 @@ type host struct {
 	sessions *session.Manager
 	drivers  []driver.Driver // the first works on every host
 	prober   *node.Prober    // of the driver that not every host can run
+	networks *netns.Manager
+	egress   *egress.Manager
+	rules    *control.Egress // what control needs for it
 	node     *node.Node
 	metrics  *metrics.Metrics // nil without a listener for them
 	control  *control.Control
@@ -201,7 +210,9 @@ func assemble(ctx context.Context, o Options) (h *host, err error) {
 		return nil, err
 	}
 	guests.Node = h.node
-	h.control = control.New(control.Options{Store: h.store, Node: h.node, Builder: templates, MintKey: auth.Mint, Log: o.Log, Now: failpoint.Now})
+	h.control = control.New(control.Options{
+		Store: h.store, Node: h.node, Builder: templates, MintKey: auth.Mint, Egress: h.rules, Log: o.Log, Now: failpoint.Now,
+	})
 	h.handler, err = h.face(o)
 	return h, err
 }
@@ -223,7 +234,11 @@ func (h *host) newNode(o Options, images node.Images) error {
 	if err != nil {
 		return err
 	}
-	networks := netns.New(filepath.Join(o.RunDir, "netns"))
+	networks := netns.New(netns.Options{Dir: filepath.Join(o.RunDir, "netns"), Pool: networkPool, Log: o.Log})
+	h.networks = networks
+	if err := h.newEgress(o, networks); err != nil {
+		return err
+	}
 	everywhere, err := gvisor.New(gvisor.Options{
 		StateDir: o.StateDir, RunDir: o.RunDir, Engine: engines.CurrentPath(), EngineByHash: engines.Path,
 		Guest: guests.CurrentPath(), Networks: networks, Log: o.Log,
@@ -237,12 +252,16 @@ func (h *host) newNode(o Options, images node.Images) error {
 	}
 	h.node, err = node.New(node.Options{
 		StateDir: o.StateDir, Drivers: h.drivers, Default: gvisor.Name, Prober: h.prober,
-		Images: images, Networks: networks, Guests: guests, Recorder: h.sessions,
+		Images: images, Networks: networks, Egress: h.egress, RootsFile: o.Egress.RootsFile, Guests: guests, Recorder: h.sessions,
 		Concurrency: 2 * runtime.NumCPU(), HelloWait: time.Minute, MaxProcs: maxProcs, BootID: sys.HostBootID(),
 		MemoryShare: o.MemoryOvercommit, CPUOvercommit: o.CPUOvercommit, DiskFloor: o.DiskFloorMiB << 20, Log: o.Log,
 	})
 	return err
 }
+
+// networkPool is how many networks wait for their sandboxes: as many as are made
+// at once where somebody forks.
+const networkPool = 8
 
 // maxProcs is how many processes one user that is not root may have at most in
 // a sandbox, however much memory that has: enough for a build, and far below
@@ -280,6 +299,8 @@ func (h *host) run(ctx context.Context, listener, scrapes net.Listener, o Option
 	defer stop()
 	g, below := errgroup.WithContext(below)
 	g.Go(func() error { return quiet(h.sessions.Run(below)) })
+	g.Go(func() error { return quiet(h.networks.Run(below)) })
+	g.Go(func() error { return quiet(h.egress.Run(below)) })
 	g.Go(func() error { return quiet(h.node.Run(below)) })
 	g.Go(func() error { return quiet(h.control.Run(below)) })
 	if h.metrics != nil {
@@ -319,7 +340,7 @@ func (h *host) run(ctx context.Context, listener, scrapes net.Listener, o Option
 
 func (h *host) measure(o Options) *metrics.Metrics {
 	return metrics.New(metrics.Options{
-		Store: h.store, Host: h.node, Sessions: h.sessions.Counts, Output: h.sessions.Recorded,
+		Store: h.store, Host: h.node, Sessions: h.sessions.Counts, Output: h.sessions.Recorded, Egress: h.gatewayState,
 		Version: o.Version, Driver: h.node.DefaultDriver, Log: o.Log,
 	})
 }

@@ -56,7 +56,7 @@ func newBare(t *testing.T, state, image string) *bare {
 	}
 	b := &bare{
 		t: t, dir: dir, image: image, engine: artifact(t, state, "cloche-gvisor"), guest: artifact(t, state, "cloche-guest"),
-		nets: netns.New(filepath.Join(dir, "n")), slots: make(chan struct{}, 2*runtime.NumCPU()),
+		nets: netns.New(netns.Options{Dir: filepath.Join(dir, "n")}), slots: make(chan struct{}, 2*runtime.NumCPU()),
 	}
 	if b.tree, err = cgroup.Host(); err != nil {
 		t.Fatal(err)

@@ -48,7 +48,8 @@ func (d *Daemon) WaitCensus(patience time.Duration) []string {
 }
 
 // processes lists the processes that name this daemon's directories, but for
-// the daemon and the engine's control process, which belong to no sandbox.
+// the daemon, the engine's control process and the egress gateway, which belong
+// to no sandbox.
 func (d *Daemon) processes() []string {
 	var found []string
 	dirs, _ := filepath.Glob("/proc/[0-9]*")
@@ -62,7 +63,7 @@ func (d *Daemon) processes() []string {
 		if !strings.Contains(text, d.State) && !strings.Contains(text, d.Run) {
 			continue
 		}
-		if len(args) > 1 && (args[1] == "serve" || args[1] == "control") {
+		if len(args) > 1 && (args[1] == "serve" || args[1] == "control" || args[1] == "egress-gateway") {
 			continue
 		}
 		found = append(found, fmt.Sprintf("process %s %.200s", filepath.Base(p), text))

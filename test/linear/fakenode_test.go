@@ -233,6 +233,8 @@ func (n *fakeNode) ListSnapshots(context.Context) ([]string, error) {
 	return ids, nil
 }
 
+func (n *fakeNode) SetEgress(context.Context, sandbox.EgressAssignment) error { return nil }
+
 func (n *fakeNode) Queue(context.Context) (int, int, error) { return 0, 0, nil }
 
 func (n *fakeNode) Capacity(context.Context) (sandbox.Capacity, error) {

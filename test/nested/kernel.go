@@ -24,7 +24,10 @@ type Kernel struct {
 
 // l1Modules are what a host of machines has: KVM for the processor that QEMU
 // shows, what machines' networks and images need.
-var l1Modules = []string{"kvm_amd", "tun", "veth", "loop", "erofs", "overlay", "fuse"}
+var l1Modules = []string{
+	"kvm_amd", "tun", "veth", "loop", "erofs", "overlay", "fuse",
+	"nf_tables", "nf_conntrack", "nft_ct", "nft_connlimit", "nft_chain_nat", "nft_redir", "nft_reject_inet", "nft_objref",
+}
 
 // KernelPackages returns the packages with the newest kernel of this host's
 // distribution, files below cache. One kernel serves L1 and L2. apt gets them,

@@ -85,7 +85,7 @@ func CI() []Suite {
 var ciFirecracker = []string{
 	"name", "probe", "create-dials", "hello-proof", "pid-1", "create-cancelled", "create-missing-image", "create-corrupt-image",
 	"create-corrupt-guest", "create-twice", "root-is-image", "disks-apart",
-	"disk-quota", "memory-seen", "cpu-limit", "network-loopback", "network-closed", "exit-code", "terminal", "reconnect", "kill",
+	"disk-quota", "memory-seen", "cpu-limit", "network-interfaces", "network-closed", "network-gateway", "network-images", "exit-code", "terminal", "reconnect", "kill",
 	"exit-of-pid-1", "killed-outside", "adopt",
 	"adopt-watches", "adopt-died-unseen", "list", "discard-live", "discard-died-unseen", "pause", "pause-adopt", "snapshot-goes-on", "restore",
 	"restore-again", "restore-identity", "restore-damaged",

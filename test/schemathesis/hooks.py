@@ -127,6 +127,22 @@ def world():
         return world_made
 
 
+PROFILE = {"default": "deny", "rules": [{"action": "allow", "hosts": ["*.example.com"], "methods": ["GET"]}]}
+SECRET = {"hosts": ["api.example.com"], "value": "not a secret"}
+
+
+def unique(prefix):
+    return f"fuzz-{prefix}{time.monotonic_ns()}"
+
+
+def fresh_profile():
+    return api("POST", "/v1/egress/profiles", [201], json={"name": unique("p"), **PROFILE})["name"]
+
+
+def fresh_secret():
+    return api("POST", "/v1/secrets", [201], json={"name": unique("s"), **SECRET})["name"]
+
+
 def fresh_key():
     made = api("POST", "/v1/keys", [201], json={"name": "fuzz", "role": "read"})
     return made["key"]["id"]
@@ -222,6 +238,18 @@ good = {
     "getSnapshot": lambda: ({"snapshot": world().snapshot}, {}, None),
     "deleteSnapshot": lambda: ({"snapshot": fresh_snapshot()}, {}, None),
     "listEvents": lambda: ({}, {"after": 0, "limit": 5}, None),
+    "setSandboxEgress": lambda: ({"sandbox": world().spare}, {}, {"profile": "public"}),
+    "listEgressProfiles": lambda: ({}, {}, None),
+    "createEgressProfile": lambda: ({}, {}, {"name": unique("p"), **PROFILE}),
+    "getEgressProfile": lambda: ({"profile": "packages"}, {}, None),
+    "replaceEgressProfile": lambda: ({"profile": fresh_profile()}, {}, {"version": 1, **PROFILE}),
+    "deleteEgressProfile": lambda: ({"profile": fresh_profile()}, {}, None),
+    "listEgressRecords": lambda: ({}, {"after": 0, "limit": 5}, None),
+    "listSecrets": lambda: ({}, {}, None),
+    "createSecret": lambda: ({}, {}, {"name": unique("s"), **SECRET}),
+    "getSecret": lambda: ({"secret": fresh_secret()}, {}, None),
+    "rotateSecret": lambda: ({"secret": fresh_secret()}, {}, {"value": "another value"}),
+    "deleteSecret": lambda: ({"secret": fresh_secret()}, {}, None),
     "getUsage": lambda: ({}, {}, None),
     "setQuotas": lambda: ({"project": project()}, {}, {"running": 1000}),
     "createAccessToken": lambda: (in_box(), {}, {"purpose": "files"}),
@@ -275,7 +303,9 @@ later = {
     "signalSession": lambda: on(world().ended),
     "writeStdin": lambda: on(world().ended),
 }
-random_only = {"setQuotas", "deleteSnapshot", "deleteTemplate", "deleteRelease", "putRelease", "revokeKey"}
+random_only = {
+    "replaceEgressProfile", "deleteEgressProfile", "rotateSecret", "deleteSecret", "getSecret", "setQuotas", "deleteSnapshot", "deleteTemplate", "deleteRelease", "putRelease", "revokeKey",
+}
 
 
 def tame(name, case):
@@ -318,7 +348,7 @@ def positive(case):
 def before_call(context, case, kwargs):
     name = case.operation.definition.raw.get("operationId")
     protect(name, case)
-    if name == "listEvents":  # a stream of events does not end
+    if name in ("listEvents", "listEgressRecords"):  # a stream of these does not end
         if case.headers is None:
             case.headers = {}
         case.headers["Accept"] = "application/json"  # in place: a case may be about what is missing

@@ -150,14 +150,23 @@ func overwrite(path, content string) error {
 	return errors.Join(err, f.Close())
 }
 
-// renameOver replaces a file by renaming a new one over it. What can't be
-// renamed over, since something is mounted there, is written in place.
+// renameOver replaces a file by renaming a new one over it.
 func renameOver(path, content string, mode os.FileMode) error {
+	return renameOwned(path, []byte(content), mode, 0, 0)
+}
+
+// renameOwned replaces a file, or whatever isn't a directory, by renaming a
+// new one over it. What can't be renamed over, since something is mounted there,
+// is written in place, if it is a regular file.
+func renameOwned(path string, content []byte, mode os.FileMode, uid, gid int) error {
 	f, err := os.CreateTemp(filepath.Dir(path), ".cloche-*")
 	if err != nil {
 		return err
 	}
-	_, err = f.WriteString(content)
+	_, err = f.Write(content)
+	if uid != 0 || gid != 0 {
+		err = errors.Join(err, f.Chown(uid, gid))
+	}
 	err = errors.Join(err, f.Chmod(mode), f.Close())
 	if err == nil {
 		err = os.Rename(f.Name(), path)
@@ -166,8 +175,16 @@ func renameOver(path, content string, mode os.FileMode) error {
 		return nil
 	}
 	_ = os.Remove(f.Name())
-	if errors.Is(err, unix.EBUSY) {
-		return os.WriteFile(path, []byte(content), mode)
+	if !errors.Is(err, unix.EBUSY) {
+		return err
 	}
-	return err
+	f, _, err = openRegular(path, os.O_WRONLY|unix.O_NOFOLLOW)
+	if err != nil {
+		return err
+	}
+	_, err = f.WriteAt(content, 0)
+	if err == nil {
+		err = f.Truncate(int64(len(content)))
+	}
+	return errors.Join(err, f.Close())
 }

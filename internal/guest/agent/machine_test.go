@@ -27,7 +27,7 @@ func (g *guest) startMachine() {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = os.RemoveAll(dir) })
-	nets := netns.New(filepath.Join(dir, "run", "netns"))
+	nets := netns.New(netns.Options{Dir: filepath.Join(dir, "run", "netns")})
 	d, err := gvisor.New(gvisor.Options{
 		StateDir: filepath.Join(dir, "state"), RunDir: filepath.Join(dir, "run"), Engine: engine, Guest: bin,
 		Networks: nets, Log: slog.New(slog.NewTextHandler(os.Stderr, nil)),

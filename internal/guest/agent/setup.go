@@ -41,7 +41,8 @@ func (a *Agent) Setup(ctx context.Context, req *connect.Request[guestv1.SetupReq
 	a.setting.Lock()
 	defer a.setting.Unlock()
 	kept := proto.CloneOf(m)
-	kept.Entropy = nil
+	problems := a.setWayOut(kept)
+	kept.Entropy, kept.CaPem, kept.TrustP12, kept.RootsPem = nil, nil, nil, nil // nobody asks for them again
 	blob, err := proto.Marshal(kept)
 	if err != nil {
 		return nil, err
@@ -59,7 +60,7 @@ func (a *Agent) Setup(ctx context.Context, req *connect.Request[guestv1.SetupReq
 	a.setBootID(m.GetBootId())
 	a.setGeneration(m.GetGeneration())
 	a.freezer.thaw()
-	return connect.NewResponse(&guestv1.SetupResponse{Hooks: a.runHooks(ctx, kept)}), nil
+	return connect.NewResponse(&guestv1.SetupResponse{Hooks: a.runHooks(ctx, kept), Problems: problems}), nil
 }
 
 func checkSetup(m *guestv1.SetupRequest) error {
@@ -74,6 +75,9 @@ func checkSetup(m *guestv1.SetupRequest) error {
 		}
 	}
 	if err := checkEnv(map[string]string{"source": m.GetSource()}); err != nil {
+		return err
+	}
+	if err := checkWayOut(m); err != nil {
 		return err
 	}
 	return checkEnv(m.GetEnv())

@@ -104,7 +104,7 @@ func (s *site) prepare(order guestapi.Boot) error {
 	if err := furnish(order); err != nil {
 		return err
 	}
-	if err := identify(order); err != nil {
+	if err := errors.Join(identify(order), network()); err != nil {
 		return err
 	}
 	return enter()

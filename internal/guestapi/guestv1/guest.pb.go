@@ -219,9 +219,14 @@ type SetupRequest struct {
 	BootId     string `protobuf:"bytes,7,opt,name=boot_id,json=bootId,proto3" json:"boot_id,omitempty"`          // a UUID, shown by /proc/sys/kernel/random/boot_id; "": leave it
 	// restored: the machine goes on from a memory snapshot. The agent runs the hooks in /etc/cloche/on_restore.d
 	// once for each generation, before it answers.
-	Restored      bool   `protobuf:"varint,8,opt,name=restored,proto3" json:"restored,omitempty"`
-	Entropy       []byte `protobuf:"bytes,9,opt,name=entropy,proto3" json:"entropy,omitempty"` // for the kernel's generator, where it takes any; not kept
-	Source        string `protobuf:"bytes,10,opt,name=source,proto3" json:"source,omitempty"`  // for the hooks: the sandbox that the snapshot was taken of
+	Restored bool   `protobuf:"varint,8,opt,name=restored,proto3" json:"restored,omitempty"`
+	Entropy  []byte `protobuf:"bytes,9,opt,name=entropy,proto3" json:"entropy,omitempty"` // for the kernel's generator, where it takes any; not kept
+	Source   string `protobuf:"bytes,10,opt,name=source,proto3" json:"source,omitempty"`  // for the hooks: the sandbox that the snapshot was taken of
+	// The way out. Where all four are empty the agent leaves the guest's files as they are.
+	Nameservers   []string `protobuf:"bytes,11,rep,name=nameservers,proto3" json:"nameservers,omitempty"`           // addresses, for /etc/resolv.conf
+	CaPem         []byte   `protobuf:"bytes,12,opt,name=ca_pem,json=caPem,proto3" json:"ca_pem,omitempty"`          // what the sandbox is to trust beside its own roots: /run/cloche/ca/ca.pem and the system's bundles
+	TrustP12      []byte   `protobuf:"bytes,13,opt,name=trust_p12,json=trustP12,proto3" json:"trust_p12,omitempty"` // the same and the roots, for Java: /run/cloche/ca/trust.p12, password "changeit"
+	RootsPem      []byte   `protobuf:"bytes,14,opt,name=roots_pem,json=rootsPem,proto3" json:"roots_pem,omitempty"` // the roots for /run/cloche/ca/bundle.pem, which ca_pem joins
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -326,9 +331,38 @@ func (x *SetupRequest) GetSource() string {
 	return ""
 }
 
+func (x *SetupRequest) GetNameservers() []string {
+	if x != nil {
+		return x.Nameservers
+	}
+	return nil
+}
+
+func (x *SetupRequest) GetCaPem() []byte {
+	if x != nil {
+		return x.CaPem
+	}
+	return nil
+}
+
+func (x *SetupRequest) GetTrustP12() []byte {
+	if x != nil {
+		return x.TrustP12
+	}
+	return nil
+}
+
+func (x *SetupRequest) GetRootsPem() []byte {
+	if x != nil {
+		return x.RootsPem
+	}
+	return nil
+}
+
 type SetupResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Hooks         []*HookResult          `protobuf:"bytes,1,rep,name=hooks,proto3" json:"hooks,omitempty"` // what the on_restore hooks did, in order
+	Hooks         []*HookResult          `protobuf:"bytes,1,rep,name=hooks,proto3" json:"hooks,omitempty"`       // what the on_restore hooks did, in order
+	Problems      []string               `protobuf:"bytes,2,rep,name=problems,proto3" json:"problems,omitempty"` // what of the way out could not be set up; nothing fails for it
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -366,6 +400,13 @@ func (*SetupResponse) Descriptor() ([]byte, []int) {
 func (x *SetupResponse) GetHooks() []*HookResult {
 	if x != nil {
 		return x.Hooks
+	}
+	return nil
+}
+
+func (x *SetupResponse) GetProblems() []string {
+	if x != nil {
+		return x.Problems
 	}
 	return nil
 }
@@ -2798,7 +2839,7 @@ const file_guest_proto_rawDesc = "" +
 	"\x06reason\x18\x02 \x01(\tR\x06reason\x12\x18\n" +
 	"\aversion\x18\x03 \x01(\rR\aversion\x12\x14\n" +
 	"\x05epoch\x18\x04 \x01(\x04R\x05epoch\x12\x10\n" +
-	"\x03key\x18\x05 \x01(\fR\x03key\"\x97\x03\n" +
+	"\x03key\x18\x05 \x01(\fR\x03key\"\x8a\x04\n" +
 	"\fSetupRequest\x12\x1a\n" +
 	"\bhostname\x18\x01 \x01(\tR\bhostname\x12&\n" +
 	"\x0fclock_unix_nano\x18\x02 \x01(\x03R\rclockUnixNano\x128\n" +
@@ -2813,12 +2854,17 @@ const file_guest_proto_rawDesc = "" +
 	"\brestored\x18\b \x01(\bR\brestored\x12\x18\n" +
 	"\aentropy\x18\t \x01(\fR\aentropy\x12\x16\n" +
 	"\x06source\x18\n" +
-	" \x01(\tR\x06source\x1a6\n" +
+	" \x01(\tR\x06source\x12 \n" +
+	"\vnameservers\x18\v \x03(\tR\vnameservers\x12\x15\n" +
+	"\x06ca_pem\x18\f \x01(\fR\x05caPem\x12\x1b\n" +
+	"\ttrust_p12\x18\r \x01(\fR\btrustP12\x12\x1b\n" +
+	"\troots_pem\x18\x0e \x01(\fR\brootsPem\x1a6\n" +
 	"\bEnvEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"B\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"^\n" +
 	"\rSetupResponse\x121\n" +
-	"\x05hooks\x18\x01 \x03(\v2\x1b.cloche.guest.v1.HookResultR\x05hooks\"L\n" +
+	"\x05hooks\x18\x01 \x03(\v2\x1b.cloche.guest.v1.HookResultR\x05hooks\x12\x1a\n" +
+	"\bproblems\x18\x02 \x03(\tR\bproblems\"L\n" +
 	"\n" +
 	"HookResult\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x12\n" +

@@ -1,11 +1,21 @@
-// Package netns makes the network namespaces that machines live in: for now
-// an empty one each, with only its loopback up, named by a bind mount so that
-// it lives without a process in it.
+// Package netns makes the network namespaces that machines live in, each with
+// a gateway namespace beside it (docs/adr/0008).
 //
-// Invariants: a namespace is named after its sandbox, so that every call is
-// idempotent and knows what to remove from the id alone; no namespace has a
-// way to the host's network. The node calls it. Egress will put the other end
-// of a veth into Create and a gateway's namespace beside it.
+// A pair is joined by a veth whose one end, eth0, is the machine's. At the
+// other end nothing is forwarded: nftables there sends every TCP connection to
+// the one listening socket of the proxy and port 53 to those of the resolver,
+// and drops and counts the rest. The sockets are opened here and handed to the
+// gateway process, which is never in that namespace itself.
+//
+// Invariants: every pair looks the same from inside (addresses, MACs, name,
+// MTU), so that a restored or cloned machine fits any; a namespace is named
+// after its sandbox by a bind mount, so that every call is idempotent and
+// knows what to remove from the id alone; a pair is never used twice: what one
+// machine left in it (connections, neighbours, counters) can't reach the next,
+// and making one ahead costs less than proving that one is clean. Namespaces
+// of the pool have no name: they live by this process's descriptors alone and
+// a crash leaves none. The node, the drivers' probes and the egress manager
+// call it.
 package netns
 
 import (
@@ -13,109 +23,131 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"log/slog"
 	"os"
 	"path/filepath"
-	"runtime"
-
-	"github.com/vishvananda/netlink"
-	vishnetns "github.com/vishvananda/netns"
+	"slices"
+	"strings"
 
 	"cloche.dev/cloche/internal/sandbox"
 	"cloche.dev/cloche/internal/sys"
 )
 
-// Manager makes and removes namespaces below one directory.
-type Manager struct{ dir string }
+// gatewaySuffix makes the name of the gateway's namespace of the machine's.
+// No id of a sandbox has a dot in it.
+const gatewaySuffix = ".gateway"
 
-// New returns a manager of the namespaces in dir.
-func New(dir string) *Manager { return &Manager{dir: dir} }
+// Options configure a Manager.
+type Options struct {
+	Dir  string       // where the namespaces get their names
+	Pool int          // how many pairs Run keeps ready; 0: none are made ahead
+	Log  *slog.Logger // nil: nothing is logged
+}
 
-func (m *Manager) path(id string) string { return filepath.Join(m.dir, id) }
+// Manager makes and removes pairs of namespaces below one directory.
+type Manager struct {
+	o     Options
+	ready chan *pair
+}
 
-// Create makes the namespace of a sandbox and returns its path. Where it
-// exists already it is made anew, since what an earlier machine left in it
-// must not reach the next.
-func (m *Manager) Create(ctx context.Context, id string) (string, error) {
-	if !sandbox.ValidID(sandbox.KindSandbox, id) {
-		return "", sandbox.Errorf(sandbox.Invalid, "malformed_id", "%q is not the id of a sandbox", id)
+// New returns a manager of the namespaces in o.Dir.
+func New(o Options) *Manager {
+	if o.Log == nil {
+		o.Log = slog.New(slog.DiscardHandler)
 	}
+	// Run has one pair in its hand while it waits for room.
+	return &Manager{o: o, ready: make(chan *pair, max(0, o.Pool-1))}
+}
+
+func (m *Manager) path(id string) string { return filepath.Join(m.o.Dir, id) }
+
+// gateway is the path of the gateway's namespace of a sandbox.
+func (m *Manager) gateway(id string) string { return m.path(id) + gatewaySuffix }
+
+func valid(id string) error {
+	if sandbox.ValidID(sandbox.KindSandbox, id) {
+		return nil
+	}
+	return sandbox.Errorf(sandbox.Invalid, "malformed_id", "%q is not the id of a sandbox", id)
+}
+
+// Create gives a sandbox a new pair of namespaces, one of the pool's where
+// there is one, and returns the path of the machine's. A pair that the sandbox
+// has already goes, since what an earlier machine left in it must not reach
+// the next.
+func (m *Manager) Create(ctx context.Context, id string) (path string, err error) {
 	if err := m.Delete(ctx, id); err != nil {
 		return "", err
 	}
-	if err := os.MkdirAll(m.dir, 0o700); err != nil {
+	if err := os.MkdirAll(m.o.Dir, 0o700); err != nil {
 		return "", err
 	}
-	f, err := os.OpenFile(m.path(id), os.O_RDONLY|os.O_CREATE|os.O_EXCL, 0o400)
+	p, err := m.take()
 	if err != nil {
+		return "", fmt.Errorf("make network namespaces for %s: %w", id, err)
+	}
+	defer p.close()
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, m.Delete(context.WithoutCancel(ctx), id))
+		}
+	}()
+	// The gateway's first: a machine's namespace without one is a leftover of
+	// releases that had no gateway.
+	if err := name(int(p.gateway), m.gateway(id)); err != nil {
 		return "", err
 	}
-	if err := f.Close(); err != nil {
+	if err := name(int(p.machine), m.path(id)); err != nil {
 		return "", err
-	}
-	if err := makeOne(m.path(id)); err != nil {
-		return "", errors.Join(fmt.Errorf("make network namespace %s: %w", id, err), m.Delete(ctx, id))
 	}
 	return m.path(id), nil
 }
 
-// makeOne makes a namespace on a thread of its own, which is used again only
-// if it is back in its own namespace.
-func makeOne(path string) error {
-	done := make(chan error)
-	go func() {
-		runtime.LockOSThread()
-		own, err := vishnetns.Get()
-		if err != nil {
-			runtime.UnlockOSThread()
-			done <- err
-			return
-		}
-		defer own.Close() //nolint:errcheck // nothing was written to it
-		err = fillIn(path)
-		if back := vishnetns.Set(own); back != nil {
-			err = errors.Join(err, back) // the thread stays locked and ends with this goroutine
-		} else {
-			runtime.UnlockOSThread()
-		}
-		done <- err
-	}()
-	return <-done
+// take returns a pair that nobody has used.
+func (m *Manager) take() (*pair, error) {
+	select {
+	case p := <-m.ready:
+		return p, nil
+	default:
+		return makePair()
+	}
 }
 
-// fillIn moves the thread to a new namespace, brings that one up and names it.
-func fillIn(path string) error {
-	ns, err := vishnetns.New()
+// name gives a namespace a name in the file system, which keeps it alive.
+func name(fd int, path string) error {
+	f, err := os.OpenFile(path, os.O_RDONLY|os.O_CREATE|os.O_EXCL, 0o400)
 	if err != nil {
 		return err
 	}
-	defer ns.Close() //nolint:errcheck // nothing was written to it
-	lo, err := netlink.LinkByName("lo")
-	if err != nil {
+	if err := f.Close(); err != nil {
 		return err
 	}
-	if err := netlink.LinkSetUp(lo); err != nil {
-		return err
-	}
-	return sys.BindMount(fmt.Sprintf("/proc/self/fd/%d", int(ns)), path)
-}
-
-// Delete removes a sandbox's namespace. It succeeds for one that never was.
-func (m *Manager) Delete(_ context.Context, id string) error {
-	if !sandbox.ValidID(sandbox.KindSandbox, id) {
-		return sandbox.Errorf(sandbox.Invalid, "malformed_id", "%q is not the id of a sandbox", id)
-	}
-	if err := sys.UnmountAll(m.path(id)); err != nil {
-		return fmt.Errorf("unmount network namespace %s: %w", id, err)
-	}
-	if err := os.Remove(m.path(id)); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return err
+	if err := sys.BindMount(fmt.Sprintf("/proc/self/fd/%d", fd), path); err != nil {
+		return fmt.Errorf("name the network namespace %s: %w", path, err)
 	}
 	return nil
 }
 
-// List names the sandboxes that have a namespace, or what is left of one.
+// Delete removes a sandbox's namespaces. It succeeds for one that never had
+// any. Sockets in them keep the namespaces, unnamed, until they are closed.
+func (m *Manager) Delete(_ context.Context, id string) error {
+	if err := valid(id); err != nil {
+		return err
+	}
+	for _, path := range []string{m.path(id), m.gateway(id)} {
+		if err := sys.UnmountAll(path); err != nil {
+			return fmt.Errorf("unmount the network namespace %s: %w", path, err)
+		}
+		if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
+	}
+	return nil
+}
+
+// List names the sandboxes that have namespaces, or what is left of them.
 func (m *Manager) List(context.Context) ([]string, error) {
-	entries, err := os.ReadDir(m.dir)
+	entries, err := os.ReadDir(m.o.Dir)
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, nil
 	}
@@ -124,9 +156,9 @@ func (m *Manager) List(context.Context) ([]string, error) {
 	}
 	var ids []string
 	for _, e := range entries {
-		if sandbox.ValidID(sandbox.KindSandbox, e.Name()) {
-			ids = append(ids, e.Name())
+		if id := strings.TrimSuffix(e.Name(), gatewaySuffix); valid(id) == nil {
+			ids = append(ids, id)
 		}
 	}
-	return ids, nil
+	return slices.Compact(ids), nil // sorted: by name, and a dot sorts before anything of an id
 }

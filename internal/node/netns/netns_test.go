@@ -27,7 +27,7 @@ func TestManager(t *testing.T) {
 	}
 	ctx := context.Background()
 	dir := filepath.Join(t.TempDir(), "netns")
-	m := New(dir)
+	m := New(Options{Dir: dir})
 	if ids, err := m.List(ctx); err != nil || len(ids) != 0 {
 		t.Errorf("List before anything = %v, %v", ids, err)
 	}
@@ -52,8 +52,8 @@ func TestManager(t *testing.T) {
 	if got, err := m.List(ctx); err != nil || !slices.Equal(got, ids) {
 		t.Errorf("List = %v, %v", got, err)
 	}
-	if n := mounts(t, dir); n != len(ids) {
-		t.Errorf("%d mounts for %d namespaces", n, len(ids))
+	if n := mounts(t, dir); n != 2*len(ids) {
+		t.Errorf("%d mounts for %d pairs", n, len(ids))
 	}
 	if now, err := os.Readlink("/proc/self/ns/net"); err != nil || now != own {
 		t.Errorf("we are in %s now, %v", now, err)

@@ -30,7 +30,7 @@ const (
 )
 
 // keyFiles are secrets of the host.
-var keyFiles = []string{"admin.key", "token.key"}
+var keyFiles = []string{"admin.key", "token.key", "secret.key"}
 
 // Report tells what a backup holds.
 type Report struct {

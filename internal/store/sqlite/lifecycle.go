@@ -97,6 +97,9 @@ func (s *Store) begin(ctx context.Context, tx *sql.Tx, sb *sandbox.Sandbox, verb
 		}
 	}
 	for _, c := range b.Children {
+		if err := hasProfile(ctx, tx, sb.Project, c.Sandbox.Egress); err != nil {
+			return op, err
+		}
 		if err := s.insertChild(ctx, tx, *sb, op, c); err != nil {
 			return op, err
 		}
@@ -182,6 +185,9 @@ func (s *Store) insertChild(ctx context.Context, tx *sql.Tx, sb sandbox.Sandbox,
 	}
 	if c.Sandbox.Env != nil {
 		child.Env = c.Sandbox.Env
+	}
+	if c.Sandbox.Egress != "" {
+		child.Egress = c.Sandbox.Egress
 	}
 	if !c.Sandbox.CreatedAt.IsZero() {
 		child.CreatedAt = c.Sandbox.CreatedAt

@@ -13,7 +13,7 @@ import (
 )
 
 const sandboxColumns = `id, project, template, digest, driver, state, generation, labels, env, resources,
-	created_at, updated_at, expires_at, ended, operation, epoch, policy, touched_at, image, image_at, base, source, parent`
+	created_at, updated_at, expires_at, ended, operation, epoch, policy, touched_at, image, image_at, base, source, parent, egress`
 
 func scanSandbox(r scanner) (sb sandbox.Sandbox, err error) {
 	var labels, env, resources, policy string
@@ -21,7 +21,7 @@ func scanSandbox(r scanner) (sb sandbox.Sandbox, err error) {
 	var expires, imaged sql.NullInt64
 	var ended sql.NullString
 	err = r.Scan(&sb.ID, &sb.Project, &sb.Template, &sb.Digest, &sb.Driver, &sb.State, &sb.Generation, &labels, &env, &resources,
-		&created, &updated, &expires, &ended, &sb.Operation, &sb.Epoch, &policy, &touched, &sb.Image, &imaged, &sb.Base, &sb.Source, &sb.Parent)
+		&created, &updated, &expires, &ended, &sb.Operation, &sb.Epoch, &policy, &touched, &sb.Image, &imaged, &sb.Base, &sb.Source, &sb.Parent, &sb.Egress)
 	if err != nil {
 		return sb, err
 	}
@@ -79,6 +79,9 @@ func (s *Store) CreateSandbox(ctx context.Context, sb sandbox.Sandbox, op sandbo
 		if err := drivable(sb, host); err != nil {
 			return err
 		}
+		if err := hasProfile(ctx, tx, sb.Project, sb.Egress); err != nil {
+			return err
+		}
 		if err := admit(ctx, tx, sb.Project, host, machines(1, sb.Resources).onDisk(1, sb.Resources)); err != nil {
 			return err
 		}
@@ -100,7 +103,8 @@ func (s *Store) CreateSandbox(ctx context.Context, sb sandbox.Sandbox, op sandbo
 }
 
 // pin resolves what sb is made from: its template or, where it has one, its
-// source snapshot, which then decides on template, driver and resources.
+// source snapshot, which then decides on template, driver and resources, and on
+// the egress profile where none is asked for.
 func pin(ctx context.Context, tx *sql.Tx, sb *sandbox.Sandbox) error {
 	sb.Base = ""
 	if sb.Source == "" {
@@ -113,6 +117,13 @@ func pin(ctx context.Context, tx *sql.Tx, sb *sandbox.Sandbox) error {
 		return err
 	}
 	sb.Template, sb.Digest, sb.Driver, sb.Resources = from.Template, from.Digest, from.Driver, from.Resources
+	if sb.Egress == "" {
+		if hasProfile(ctx, tx, sb.Project, from.Egress) != nil {
+			return sandbox.Errorf(sandbox.FailedPrecondition, "profile_gone", "the egress profile %s that the snapshot was taken with is gone", from.Egress).
+				WithHint("name one for the new sandbox")
+		}
+		sb.Egress = from.Egress
+	}
 	sb.Base = from.Parent
 	if from.Purpose == sandbox.PurposeNamed {
 		sb.Base = from.ID
@@ -137,10 +148,10 @@ func (s *Store) insertCreate(ctx context.Context, tx *sql.Tx, sb sandbox.Sandbox
 	sb.End, sb.Image, sb.ImageAt = nil, "", nil
 	op.Project, op.Sandbox, op.Verb, op.State, op.From, op.Generation = sb.Project, sb.ID, t.Verb, sandbox.OpAccepted, t.From, sb.Generation
 	_, err := tx.ExecContext(ctx, "INSERT INTO sandboxes ("+sandboxColumns+`, milli_cpu, memory_mib, disk_mib)
-		VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)`,
+		VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)`,
 		sb.ID, sb.Project, sb.Template, sb.Digest, sb.Driver, string(sb.State), sb.Generation, encode(sb.Labels), encode(sb.Env), encode(sb.Resources),
 		nanos(sb.CreatedAt), nanos(sb.UpdatedAt), nanosPtr(sb.ExpiresAt), encodePtr(sb.End), sb.Operation,
-		sb.Epoch, encode(sb.Policy), nanos(sb.TouchedAt), sb.Image, nanosPtr(sb.ImageAt), sb.Base, sb.Source, sb.Parent,
+		sb.Epoch, encode(sb.Policy), nanos(sb.TouchedAt), sb.Image, nanosPtr(sb.ImageAt), sb.Base, sb.Source, sb.Parent, sb.Egress,
 		sb.Resources.MilliCPU, sb.Resources.MemoryMiB, sb.Resources.DiskMiB)
 	if isConstraint(err) {
 		return s.constraint(ctx, tx, sb.Project, "sandbox", sb.ID)
@@ -195,24 +206,29 @@ func (s *Store) Sandboxes(ctx context.Context, project string, f sandbox.Sandbox
 // and answers the new row.
 func (s *Store) change(ctx context.Context, project, id, event, set string, value any, data any) (sb sandbox.Sandbox, err error) {
 	err = s.write(ctx, func(tx *sql.Tx) error {
-		if sb, err = sandboxByID(ctx, tx, project, id); err != nil {
-			return err
-		}
-		if sb.State == sandbox.StateDeleted || sb.State == sandbox.StateDeleting {
-			return sandbox.Errorf(sandbox.FailedPrecondition, "wrong_state", "a sandbox that is %s can't be changed", sb.State)
-		}
-		now := s.now()
-		if _, err := exec(ctx, tx, "UPDATE sandboxes SET "+set+" = ?, updated_at = ? WHERE id = ?", value, nanos(now), id); err != nil {
-			return err
-		}
-		e := sandbox.Event{Project: sb.Project, At: now, Type: event, Sandbox: id, Data: json.RawMessage(encode(data))}
-		if err := insertEvent(ctx, tx, e); err != nil {
-			return err
-		}
-		sb, err = sandboxByID(ctx, tx, project, id)
+		sb, err = s.changeIn(ctx, tx, project, id, event, set, value, data)
 		return err
 	})
 	return sb, err
+}
+
+func (s *Store) changeIn(ctx context.Context, tx *sql.Tx, project, id, event, set string, value any, data any) (sandbox.Sandbox, error) {
+	sb, err := sandboxByID(ctx, tx, project, id)
+	if err != nil {
+		return sb, err
+	}
+	if sb.State == sandbox.StateDeleted || sb.State == sandbox.StateDeleting {
+		return sb, sandbox.Errorf(sandbox.FailedPrecondition, "wrong_state", "a sandbox that is %s can't be changed", sb.State)
+	}
+	now := s.now()
+	if _, err := exec(ctx, tx, "UPDATE sandboxes SET "+set+" = ?, updated_at = ? WHERE id = ?", value, nanos(now), id); err != nil {
+		return sb, err
+	}
+	e := sandbox.Event{Project: sb.Project, At: now, Type: event, Sandbox: id, Data: json.RawMessage(encode(data))}
+	if err := insertEvent(ctx, tx, e); err != nil {
+		return sb, err
+	}
+	return sandboxByID(ctx, tx, project, id)
 }
 
 // SetLabels replaces a sandbox's labels.

@@ -11,14 +11,14 @@ import (
 )
 
 const snapshotColumns = `id, project, sandbox, name, kind, purpose, state, parent, template, digest, driver, resources, needs, size_bytes,
-	operation, created_at, taken_at`
+	operation, created_at, taken_at, egress`
 
 func scanSnapshot(r scanner) (n sandbox.Snapshot, err error) {
 	var resources, needs string
 	var created int64
 	var taken sql.NullInt64
 	err = r.Scan(&n.ID, &n.Project, &n.Sandbox, &n.Name, &n.Kind, &n.Purpose, &n.State, &n.Parent, &n.Template, &n.Digest, &n.Driver, &resources, &needs,
-		&n.SizeBytes, &n.Operation, &created, &taken)
+		&n.SizeBytes, &n.Operation, &created, &taken, &n.Egress)
 	if err != nil {
 		return n, err
 	}
@@ -73,10 +73,10 @@ func (s *Store) beginSnapshot(ctx context.Context, tx *sql.Tx, sb sandbox.Sandbo
 		n.CreatedAt = at
 	}
 	n.Project, n.Sandbox, n.Operation, n.Parent = sb.Project, sb.ID, op, sb.Base
-	n.Template, n.Digest, n.Driver, n.Resources = sb.Template, sb.Digest, sb.Driver, sb.Resources
-	_, err := tx.ExecContext(ctx, "INSERT INTO snapshots ("+snapshotColumns+", replaces) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
+	n.Template, n.Digest, n.Driver, n.Resources, n.Egress = sb.Template, sb.Digest, sb.Driver, sb.Resources, sb.Egress
+	_, err := tx.ExecContext(ctx, "INSERT INTO snapshots ("+snapshotColumns+", replaces) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
 		n.ID, n.Project, n.Sandbox, n.Name, string(n.Kind), string(n.Purpose), string(sandbox.SnapshotCreating), n.Parent, n.Template, n.Digest, n.Driver,
-		encode(n.Resources), encode(sandbox.Needs{}), 0, n.Operation, nanos(n.CreatedAt), nil, replaces)
+		encode(n.Resources), encode(sandbox.Needs{}), 0, n.Operation, nanos(n.CreatedAt), nil, n.Egress, replaces)
 	if isConstraint(err) {
 		return s.constraint(ctx, tx, n.Project, "snapshot", n.ID)
 	}

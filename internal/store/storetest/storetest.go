@@ -82,6 +82,11 @@ var cases = []testCase{
 	{"sessions need a running sandbox", sessions},
 	{"releases move and digests stay", templates},
 	{"a template in use stays", templateInUse},
+	{"egress profiles have versions and names", egressProfiles},
+	{"a sandbox has an egress profile that stays", egressOfSandboxes},
+	{"secrets are replaced by version", secrets},
+	{"whatever changes an assignment raises its revision", egressStates},
+	{"the sandboxes that an egress change concerns are found", egressUsers},
 	{"prune removes what is past its keeping", prune},
 	{"a cancelled call is unavailable and changes nothing", cancelled},
 }

@@ -15,6 +15,7 @@ package drivertest
 import (
 	"context"
 	"fmt"
+	"os"
 	"runtime"
 	"testing"
 	"time"
@@ -30,9 +31,11 @@ type TB interface {
 	Fatalf(format string, args ...any)
 }
 
-// Networks makes the network namespaces of the suite's machines.
+// Networks makes the network namespaces of the suite's machines, and opens the
+// sockets at the other end.
 type Networks interface {
 	Create(ctx context.Context, id string) (path string, err error)
+	Sockets(ctx context.Context, id string) (proxy, dnsTCP, dnsUDP *os.File, err error)
 	Delete(ctx context.Context, id string) error
 }
 
@@ -67,6 +70,8 @@ type Harness struct {
 	// Damage breaks an image whose files are in dir. nil: it halves what is of
 	// middling size, which is there where an image is a few files of that.
 	Damage func(dir string) error
+	// NoInterface says that machines have no eth0 yet.
+	NoInterface bool
 
 	wrap       func(driver.Driver) driver.Driver // breaks it
 	supervisor map[string]string

@@ -4,7 +4,6 @@ import (
 	"crypto/sha256"
 	"fmt"
 	"io"
-	"net"
 	"os"
 	"strconv"
 	"strings"
@@ -164,61 +163,5 @@ func refusedForks(b *bench, said string, most int) {
 	n, err := strconv.Atoi(rest)
 	if !refused || err != nil || n < 1 || n > most {
 		b.Errorf("it should be refused after at most %d: %q", most, said)
-	}
-}
-
-var networkClauses = []Clause{
-	{"network-loopback", "A machine without egress has its loopback, and no other interface that is up.", func(b *bench) {
-		x := b.box()
-		lines := strings.Split(strings.TrimSpace(x.root("interfaces")), "\n")
-		for _, l := range lines {
-			if l != "lo true true" && strings.HasSuffix(l, " true") {
-				b.Errorf("an interface is up: %q", l)
-			}
-		}
-		b.has("the list of interfaces", strings.Join(lines, "\n"), "lo true true")
-		x.background(as("user", "echo", "127.0.0.1:7000"), "ready")
-		b.want("a dial over loopback", x.user("dial", "127.0.0.1:7000"), "reached 127.0.0.1:7000\ndone\n")
-	}},
-	{"network-closed", "Neither the host's loopback services nor its addresses nor anything beyond can be reached.", networkClosed},
-	{"networks-apart", "What one machine serves on its loopback another can't reach.", func(b *bench) {
-		one, two := b.box(), b.box()
-		one.background(as("user", "echo", "127.0.0.1:7000"), "ready")
-		b.want("a dial from the other", two.root("dial", "127.0.0.1:7000"), "done\n")
-	}},
-}
-
-func networkClosed(b *bench) {
-	tcp, err := net.Listen("tcp", "0.0.0.0:0")
-	if err != nil {
-		b.Fatalf("%v", err)
-	}
-	defer tcp.Close()
-	_, port, _ := net.SplitHostPort(tcp.Addr().String())
-	udp, err := net.ListenPacket("udp", "0.0.0.0:"+port)
-	if err != nil {
-		b.Fatalf("%v", err)
-	}
-	defer udp.Close()
-	targets := []string{"127.0.0.1:" + port, "169.254.169.254:80"}
-	addresses, err := net.InterfaceAddrs()
-	if err != nil {
-		b.Fatalf("%v", err)
-	}
-	for _, a := range addresses {
-		if n, ok := a.(*net.IPNet); ok && n.IP.To4() != nil {
-			targets = append(targets, net.JoinHostPort(n.IP.String(), port))
-		}
-	}
-	own, err := b.h.Files.onHost(append([]string{"dial"}, targets[0])...)
-	if err != nil || !strings.Contains(string(own), "reached") {
-		b.Fatalf("the host can't reach its own service: %q, %v", own, err)
-	}
-	x := b.box()
-	b.want("what was reached", x.root(append([]string{"dial"}, targets...)...), "done\n")
-	x.root(append([]string{"udp"}, targets...)...)
-	_ = udp.SetReadDeadline(time.Now().Add(300 * time.Millisecond))
-	if n, from, err := udp.ReadFrom(make([]byte, 100)); err == nil {
-		b.Errorf("the host got a datagram of %d bytes from %v", n, from)
 	}
 }

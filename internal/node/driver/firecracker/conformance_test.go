@@ -128,7 +128,7 @@ func newHarness(t *testing.T) drivertest.Harness {
 		pace = n
 	}
 	dir := t.TempDir()
-	nets := netns.New(filepath.Join(dir, "net"))
+	nets := netns.New(netns.Options{Dir: filepath.Join(dir, "net")})
 	o := optionsFor(t, programs, dir, nets)
 	o.Guest = files.Guest
 	var current *Driver

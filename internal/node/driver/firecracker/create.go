@@ -205,6 +205,11 @@ func (m *machine) start(ctx context.Context, p plan) error {
 		FileBytes: max(memory, int64(r.DiskMiB)*mib) + mib,
 	}
 	limits.MilliCPU = 1000 * (p.vcpus() + 1) // and one for the VMM's own threads; its share holds when it is up
+	var err error
+	if m.tap, m.mac, err = m.d.o.Networks.Tap(ctx, m.id, m.record().UID); err != nil {
+		return err
+	}
+	m.d.at("make.tap")
 	process, err := m.jail.Start(ctx, jail.Program{
 		Firecracker: p.pair.Firecracker, Jailer: p.pair.Jailer, UID: m.record().UID, NetNS: p.spec.NetNS, Limits: limits, Console: m.d.o.Console,
 	}, m.log)
@@ -285,7 +290,7 @@ func (m *machine) boot(ctx context.Context, p plan) error {
 	}
 	cfg := vmm.Config{
 		VCPUs: p.vcpus(), MemoryMiB: p.spec.Resources.MemoryMiB, Kernel: "/vmlinux", Initrd: "/initrd", Args: args,
-		VsockCID: guestCID, VsockPath: vsockName, Entropy: true,
+		VsockCID: guestCID, VsockPath: vsockName, Entropy: true, Tap: m.tap, MAC: m.mac,
 	}
 	if p.spec.Image != noRoot {
 		cfg.Drives = []vmm.Drive{
@@ -307,6 +312,10 @@ func (m *machine) boot(ctx context.Context, p plan) error {
 		return err
 	}
 	defer func() { _ = reports.Close() }()
+	// The VMM has it; the gateway must, before the guest runs.
+	if err := m.d.o.Networks.MoveTap(ctx, m.id); err != nil {
+		return err
+	}
 	m.d.at("make.configured")
 	// It reads the kernel for that, and many may do so at once.
 	starting, cancel := context.WithTimeout(ctx, bootTimeout)

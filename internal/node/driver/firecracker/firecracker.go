@@ -23,10 +23,13 @@ import (
 // Name is the driver's name.
 const Name = "firecracker"
 
-// Networks makes the network namespace that Probe's machine needs.
+// Networks makes the network namespaces that Probe's machine needs, and the tap
+// of every machine in those that there are for it.
 type Networks interface {
 	Create(ctx context.Context, id string) (path string, err error)
 	Delete(ctx context.Context, id string) error
+	Tap(ctx context.Context, id string, uid int) (name, mac string, err error)
+	MoveTap(ctx context.Context, id string) error
 }
 
 // Options make a Driver. All paths are absolute.
@@ -39,7 +42,7 @@ type Options struct {
 	ByHash func(hash string) (installed.Pair, error)
 	Guest  string // the guest binary that Probe boots
 
-	Networks Networks // for Probe
+	Networks Networks
 	// AllowVersion tells whether a release may be used; nil: all that
 	// vmm.CheckVersion passes. Only tests pass others, by their names.
 	AllowVersion func(version string) error

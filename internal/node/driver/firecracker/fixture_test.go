@@ -133,7 +133,7 @@ func newFixture(t testing.TB) *fixture {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		t.Fatal(err)
 	}
-	f := &fixture{t: t, dir: dir, nets: netns.New(filepath.Join(dir, "net")), image: filepath.Join(dir, "image.erofs")}
+	f := &fixture{t: t, dir: dir, nets: netns.New(netns.Options{Dir: filepath.Join(dir, "net")}), image: filepath.Join(dir, "image.erofs")}
 	f.o = optionsFor(t, programs, dir, f.nets)
 	f.o.Guest, f.memory = filepath.Join(dir, "guest"), 64
 	if boots() {

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"cloche.dev/cloche/internal/node/driver"
+	"cloche.dev/cloche/internal/node/netns"
 	"cloche.dev/cloche/internal/sandbox"
 )
 
@@ -59,7 +60,7 @@ func (e errand) run() error {
 	if dir == "" {
 		dir = os.Getenv(prebuiltEnv)
 	}
-	d, err := New(optionsFor(childTB{}, dir, e.Dir, nil))
+	d, err := New(optionsFor(childTB{}, dir, e.Dir, netns.New(netns.Options{Dir: filepath.Join(e.Dir, "net")})))
 	if err != nil {
 		return err
 	}

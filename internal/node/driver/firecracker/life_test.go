@@ -300,7 +300,7 @@ func TestCancelledAtEveryStep(t *testing.T) {
 var lastSteps = map[string]bool{"make.running": true, "make.ready": true, "make.booting": true}
 
 func makeSteps(restores bool) []string {
-	steps := []string{"make.claimed", "make.user", "make.jail", "make.disk", "make.furnished", "make.process", "make.started"}
+	steps := []string{"make.claimed", "make.user", "make.jail", "make.disk", "make.furnished", "make.tap", "make.process", "make.started"}
 	if restores {
 		return append(steps, "make.loaded", "make.running", "make.ready")
 	}

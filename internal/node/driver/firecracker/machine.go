@@ -41,6 +41,8 @@ type machine struct {
 	jail   *jail.Jail
 	client *vmm.Client
 	exited chan struct{} // closed by the watcher
+	tap    string        // of one that is being made: the link that its VMM is to attach to
+	mac    string        // and the hardware address that it shall have
 
 	mu      sync.Mutex
 	rec     record

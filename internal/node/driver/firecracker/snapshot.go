@@ -108,6 +108,10 @@ func (m *machine) load(ctx context.Context) error {
 		}
 		return err
 	}
+	// Images of machines that had no network leave it without a VMM at it.
+	if err := m.d.o.Networks.MoveTap(ctx, m.id); err != nil {
+		return err
+	}
 	m.d.at("make.loaded")
 	// Before the guest goes on: who is in there may be hostile already.
 	if err := m.seal(); err != nil {

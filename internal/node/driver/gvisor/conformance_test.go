@@ -70,7 +70,7 @@ func newHarness(t *testing.T) drivertest.Harness {
 			t.Error(err)
 		}
 	})
-	nets := netns.New(filepath.Join(dir, "net"))
+	nets := netns.New(netns.Options{Dir: filepath.Join(dir, "net")})
 	o := Options{
 		StateDir: filepath.Join(dir, "state"), RunDir: filepath.Join(dir, "run"), Engine: built.engine,
 		Guest: conformance.files.Guest, Networks: nets, Log: slog.New(slog.DiscardHandler),

@@ -98,7 +98,7 @@ func newFixture(t testing.TB) *fixture {
 	if err != nil {
 		t.Fatal(err)
 	}
-	f := &fixture{t: t, nets: netns.New(filepath.Join(dir, "run", "netns"))}
+	f := &fixture{t: t, nets: netns.New(netns.Options{Dir: filepath.Join(dir, "run", "netns")})}
 	f.o = Options{
 		StateDir: filepath.Join(dir, "state"), RunDir: filepath.Join(dir, "run"), Engine: built.engine, Guest: built.guest,
 		Networks: f.nets, Log: slog.New(slog.NewTextHandler(testWriter{t}, nil)),

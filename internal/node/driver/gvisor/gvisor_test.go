@@ -24,7 +24,7 @@ func TestLife(t *testing.T) {
 	}{
 		{[]string{"cat", "/etc/mark"}, "from the image"},
 		{[]string{"hostname"}, "box\n"},
-		{[]string{"interfaces"}, "lo up|loopback|running\n"},
+		{[]string{"interfaces"}, "lo up|loopback|running\neth0 up|running\n"},
 		{[]string{"statfs", "/dev/shm"}, "134217728\n"},
 		{[]string{"statfs", "/run"}, "33554432\n"},
 		{[]string{"statfs", "/tmp"}, "67108864\n"},

@@ -140,6 +140,8 @@ func kernelTree(t testing.TB) []entry {
 		mod("drivers/virtio/virtio_mmio", ".xz", "depends=virtio,virtio_ring"),
 		mod("drivers/block/virtio_blk", ".zst", "depends=virtio_ring"),
 		mod("drivers/char/virtio-rng", "", "depends=rng-core,virtio"),
+		mod("drivers/net/virtio_net", "", "depends=net_failover,virtio"),
+		mod("drivers/net/net_failover", "", "depends="),
 		mod("net/vsock", "", "depends="),
 		mod("net/vmw_vsock_virtio_transport", "", "depends=vsock,virtio"),
 		mod("fs/erofs", "", "depends=libcrc32c", "softdep=pre: nowhere post: overlay"),
@@ -152,7 +154,7 @@ func kernelTree(t testing.TB) []entry {
 }
 
 // loads is the order of kernelTree's modules.
-var loads = "virtio virtio_ring virtio_mmio virtio_blk vsock vmw_vsock_virtio_transport virtio_rng crc32c_generic libcrc32c erofs overlay"
+var loads = "virtio virtio_ring virtio_mmio virtio_blk vsock vmw_vsock_virtio_transport virtio_rng net_failover virtio_net crc32c_generic libcrc32c erofs overlay"
 
 func without(all []entry, part string) (out []entry) {
 	for _, e := range all {

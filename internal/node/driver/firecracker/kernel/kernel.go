@@ -31,9 +31,9 @@ const (
 // needed are the modules that the guest's first process can't do without, in
 // the order in which they are loaded after what they depend on: the bus by
 // which a VMM shows its devices, the disks, the way to the host, random bytes,
-// and the three filesystems that a sandbox's root is made of.
+// the network, and the three filesystems that a sandbox's root is made of.
 var needed = []string{
-	"virtio_mmio", "virtio_blk", "vmw_vsock_virtio_transport", "virtio_rng", "erofs", "overlay", "ext4",
+	"virtio_mmio", "virtio_blk", "vmw_vsock_virtio_transport", "virtio_rng", "virtio_net", "erofs", "overlay", "ext4",
 }
 
 // Files are what Build made.

@@ -10,6 +10,7 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"os"
 	"strings"
 	"syscall"
 	"unicode"
@@ -173,7 +174,13 @@ var goneErrors = []error{
 
 // explain makes an error of exchange one that tells what to think of the VMM.
 func (c *Client) explain(ctx context.Context, request string, err error) error {
-	if ended := ctx.Err(); ended != nil {
+	ended := ctx.Err()
+	if ended == nil && errors.Is(err, os.ErrDeadlineExceeded) {
+		// The only deadline there is is the context's, which the dialer keeps by a
+		// timer of its own: it may ring a moment before the context's.
+		ended = context.DeadlineExceeded
+	}
+	if ended != nil {
 		return fmt.Errorf("%s: the VMM has not answered: %w", request, ended)
 	}
 	if c.life.Err() != nil {

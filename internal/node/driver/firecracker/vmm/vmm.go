@@ -73,6 +73,8 @@ type Config struct {
 	VsockCID  uint32 // the guest's context id, 3 or more; 0 for no vsock device
 	VsockPath string // of the unix socket that stands for the vsock device
 	Entropy   bool   // whether there is an entropy device
+	Tap       string // the host's link that the network device is the other end of; "" for no such device
+	MAC       string // the network device's address
 }
 
 // Drive is one block device. None is ever the kernel's root: the initrd mounts
@@ -108,7 +110,12 @@ type (
 		Path string `json:"uds_path"`
 	}
 	entropyBody struct{}
-	actionBody  struct {
+	networkBody struct {
+		ID  string `json:"iface_id"`
+		Tap string `json:"host_dev_name"`
+		MAC string `json:"guest_mac"`
+	}
+	actionBody struct {
 		Action string `json:"action_type"`
 	}
 	stateBody struct {
@@ -179,6 +186,11 @@ func (c *Client) Configure(ctx context.Context, cfg Config) error {
 	}
 	if cfg.VsockCID != 0 {
 		if err := c.put(ctx, "/vsock", vsockBody{cfg.VsockCID, cfg.VsockPath}); err != nil {
+			return err
+		}
+	}
+	if cfg.Tap != "" {
+		if err := c.put(ctx, "/network-interfaces/eth0", networkBody{"eth0", cfg.Tap, cfg.MAC}); err != nil {
 			return err
 		}
 	}

@@ -64,6 +64,8 @@ var commands = map[string]func(args []string){
 	"interfaces": interfaces,
 	"dial":       dial,
 	"udp":        udp,
+	"ask":        func(a []string) { converse("udp", a[0]) },
+	"say":        func(a []string) { converse("tcp", a[0]) },
 	"echo":       echo,
 	"anon":       anon,
 	"hold":       hold,
@@ -265,7 +267,13 @@ func interfaces([]string) {
 	list, err := net.Interfaces()
 	check(err)
 	for _, i := range list {
-		fmt.Println(i.Name, i.Flags&net.FlagLoopback != 0, i.Flags&net.FlagUp != 0)
+		addrs, err := i.Addrs()
+		check(err)
+		said := fmt.Sprint(i.Name, " ", i.Flags&net.FlagLoopback != 0, " ", i.Flags&net.FlagUp != 0, " ", i.MTU, " ", i.HardwareAddr)
+		for _, a := range addrs {
+			said += " " + a.String()
+		}
+		fmt.Println(said)
 	}
 }
 
@@ -290,6 +298,19 @@ func udp(addresses []string) {
 		}
 	}
 	fmt.Println("done")
+}
+
+// converse says hello to an address and prints the answer.
+func converse(network, address string) {
+	conn, err := net.DialTimeout(network, address, 20*time.Second)
+	check(err)
+	check(conn.SetDeadline(time.Now().Add(20 * time.Second)))
+	_, err = conn.Write([]byte("hello"))
+	check(err)
+	answer := make([]byte, 100)
+	n, err := conn.Read(answer)
+	check(err)
+	fmt.Print(string(answer[:n]))
 }
 
 // echo serves one connection on an address.

@@ -205,6 +205,13 @@ func (d *fakeDriver) Restore(_ context.Context, spec driver.Spec, image driver.I
 	return d.boot(spec, img, d.silent), nil
 }
 
+// syncs has the guests' Sync do that; nil: it syncs.
+func (d *fakeDriver) syncs(do func(context.Context) error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.sync = do
+}
+
 // failing returns once what op is to fail with.
 func (d *fakeDriver) failing(op string) error {
 	d.mu.Lock()
@@ -262,8 +269,11 @@ func (g fakeGuest) Mkdir(_ context.Context, r *connect.Request[guestv1.MkdirRequ
 }
 
 func (g fakeGuest) Sync(ctx context.Context, _ *connect.Request[guestv1.SyncRequest]) (*connect.Response[guestv1.SyncResponse], error) {
-	if g.m.d.sync != nil {
-		if err := g.m.d.sync(ctx); err != nil {
+	g.m.d.mu.Lock()
+	sync := g.m.d.sync
+	g.m.d.mu.Unlock()
+	if sync != nil {
+		if err := sync(ctx); err != nil {
 			return nil, guestapi.ToRPC(err)
 		}
 	}

@@ -50,10 +50,10 @@ func TestADiskSnapshotHoldsWhatTheGuestWrote(t *testing.T) {
 	r.holds(r.snapshot(snap(id, 2, sandbox.SnapshotDisk)).Snapshot, "/a", "/b", "/c")
 	r.must(r.n.ResumeMachine(background, id, 2))
 	r.write(id, "/d")
-	r.d.sync = func(context.Context) error { return errors.New("input/output error") }
+	r.d.syncs(func(context.Context) error { return errors.New("input/output error") })
 	r.must(r.n.PauseMachine(background, id, 2)) // nothing keeps it from that
 	r.holds(r.snapshot(snap(id, 2, sandbox.SnapshotDisk)).Snapshot, "/a", "/b", "/c")
-	r.d.sync = nil
+	r.d.syncs(nil)
 	r.must(r.n.ResumeMachine(background, id, 2))
 	three := sandbox.NewID(sandbox.KindSnapshot)
 	r.must(leave(r.n, id, three, sandbox.SnapshotDisk, sandbox.EndStopped))
@@ -63,8 +63,10 @@ func TestADiskSnapshotHoldsWhatTheGuestWrote(t *testing.T) {
 // TestASyncThatNeverEnds has the guest, or the host, be the first to look at the
 // clock: the answer is the same.
 func TestASyncThatNeverEnds(t *testing.T) {
+	over := make(chan struct{})
+	defer close(over)
 	for name, sync := range map[string]func(context.Context) error{
-		"the guest is silent":      func(context.Context) error { time.Sleep(time.Second); return nil },
+		"the guest is silent":      func(context.Context) error { <-over; return nil },
 		"the guest gives up":       func(ctx context.Context) error { <-ctx.Done(); return ctx.Err() },
 		"the guest gives up early": func(context.Context) error { return context.DeadlineExceeded },
 		"the guest says so": func(ctx context.Context) error {
@@ -74,7 +76,7 @@ func TestASyncThatNeverEnds(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			r, id := newCachingRig(t, 100*time.Millisecond)
-			r.d.sync = sync
+			r.d.syncs(sync)
 			_, err := r.n.SnapshotMachine(background, snap(id, 1, sandbox.SnapshotDisk))
 			if !sandbox.IsClass(err, sandbox.Unavailable) || code(err) != "sync_timeout" {
 				t.Errorf("SnapshotMachine = %v", err)
@@ -90,7 +92,8 @@ func TestASyncThatNeverEnds(t *testing.T) {
 			if files := r.files(); len(files) > 0 || r.d.machine(id).isPaused() {
 				t.Errorf("files %v, paused %v", files, r.d.machine(id).isPaused())
 			}
-			r.d.sync = nil
+			r.d.syncs(nil)
+			r.n.o.SyncWait = time.Minute // a slow host may need more than before
 			r.snapshot(snap(id, 3, sandbox.SnapshotDisk))
 		})
 	}
@@ -106,7 +109,7 @@ func TestASyncThatCantBe(t *testing.T) {
 	})
 	t.Run("a disk that fails", func(t *testing.T) {
 		r, id := newCachingRig(t, 0)
-		r.d.sync = func(context.Context) error { return errors.New("input/output error") }
+		r.d.syncs(func(context.Context) error { return errors.New("input/output error") })
 		if _, err := r.n.SnapshotMachine(background, snap(id, 1, sandbox.SnapshotDisk)); code(err) != "guest_failed" {
 			t.Errorf("SnapshotMachine = %v", err)
 		}
@@ -114,7 +117,7 @@ func TestASyncThatCantBe(t *testing.T) {
 	t.Run("a caller that goes", func(t *testing.T) {
 		r, id := newCachingRig(t, 0)
 		ctx, cancel := context.WithCancel(background)
-		r.d.sync = func(ctx context.Context) error { cancel(); <-ctx.Done(); return ctx.Err() }
+		r.d.syncs(func(ctx context.Context) error { cancel(); <-ctx.Done(); return ctx.Err() })
 		if _, err := r.n.SnapshotMachine(ctx, snap(id, 1, sandbox.SnapshotDisk)); !errors.Is(err, context.Canceled) {
 			t.Errorf("SnapshotMachine = %v", err)
 		}

@@ -55,17 +55,17 @@ func (a *Agent) openFreezer(ctx context.Context) *freezer {
 		return nil
 	}
 	f := &freezer{ctx: ctx, root: root, thawed: make(chan struct{})}
+	if f.read(usersGroup+"/cgroup.freeze") != "1\n" {
+		close(f.thawed)
+		return f
+	}
 	for _, g := range f.groups() {
 		if f.read(g+"/cgroup.freeze") == "1\n" {
 			f.held = append(f.held, g)
 		}
 	}
-	if f.held == nil {
-		close(f.thawed)
-	} else {
-		f.left = freezeLimit
-		go f.count(f.thawed)
-	}
+	f.left = freezeLimit
+	go f.count(f.thawed)
 	return f
 }
 

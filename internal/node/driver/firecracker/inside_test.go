@@ -152,6 +152,9 @@ func TestViewFromInside(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer log.Close()
+	if _, _, err := f.nets.Tap(f.ctx(), s.ID, uid); err != nil {
+		t.Fatal(err)
+	}
 	const size = 32 << 20
 	_, err = j.Start(f.ctx(), jail.Program{
 		Firecracker: program, Jailer: p.Jailer, UID: uid, NetNS: s.NetNS,
@@ -162,20 +165,20 @@ func TestViewFromInside(t *testing.T) {
 	}
 	root := filepath.Join(f.d.machineDir(s.ID), "j", "firecracker", jail.NameOf(s.ID), "root")
 	v := f.left(root, "view", log)
-	f.judge(v, uid)
+	f.judge(v, uid, "lo ", "tap0 ") // its own tap, until it is attached to
 	if want := []uint64{2048, size}; !slices.Equal(v.Limits, want) {
 		t.Errorf("its limits are %v, not %v", v.Limits, want)
 	}
 	t.Logf("before it is sealed, %d files: %q", len(v.Files), v.Files)
-	if err := j.Seal(diskName, "template"); err != nil {
+	if err := errors.Join(f.nets.MoveTap(f.ctx(), s.ID), j.Seal(diskName, "template")); err != nil {
 		t.Fatal(err)
 	}
 	sealed := f.left(root, "sealed", log)
-	f.judge(sealed, uid)
+	f.judge(sealed, uid, "lo ")
 	if want := []string{"/", "/disk", "/template"}; !slices.Equal(sealed.Files, want) {
 		t.Errorf("sealed it sees %q, not %q", sealed.Files, want)
 	}
-	t.Logf("interfaces %q; tries: %v", v.Interfaces, v.Tries)
+	t.Logf("interfaces %q, sealed %q; tries: %v", v.Interfaces, sealed.Interfaces, v.Tries)
 }
 
 // left waits for what the program in a jail leaves.
@@ -196,7 +199,7 @@ func (f *fixture) left(root, name string, log *jail.Log) (v view) {
 	}
 }
 
-func (f *fixture) judge(v view, uid int) {
+func (f *fixture) judge(v view, uid int, links ...string) {
 	f.t.Helper()
 	if want := []int{uid, uid, 1}; !slices.Equal(v.IDs, want) {
 		f.t.Errorf("it is %v, not %v", v.IDs, want)
@@ -204,8 +207,8 @@ func (f *fixture) judge(v view, uid int) {
 	if slices.Max(v.Caps) != 0 {
 		f.t.Errorf("its capabilities are %x", v.Caps)
 	}
-	if len(v.Interfaces) != 1 || !strings.HasPrefix(v.Interfaces[0], "lo ") {
-		f.t.Errorf("its network is %q", v.Interfaces)
+	if !slices.EqualFunc(v.Interfaces, links, strings.HasPrefix) {
+		f.t.Errorf("its network is %q, not %q", v.Interfaces, links)
 	}
 	for what, failed := range v.Tries {
 		if (failed == "") != (what == "to write to its own files") && (what != "to leave its root" || failed == "") {

@@ -23,6 +23,8 @@ type outside struct {
 	w     *internet.World
 	drips atomic.Int64 // downloads under way
 	tick  time.Duration
+
+	hellos atomic.Int64 // that were answered
 }
 
 const siteOnly = `{"name": "site", "default": "deny", "rules": [{"name": "site", "action": "allow", "hosts": ["site.test"]}]}`
@@ -34,7 +36,10 @@ func goOutside(t *testing.T) *outside {
 	o.w.Name("site.test", 30, o.w.Addr(10))
 	o.w.Name("other.test", 30, o.w.Addr(11))
 	mux := http.NewServeMux()
-	mux.HandleFunc("/hello", func(w http.ResponseWriter, r *http.Request) { fmt.Fprintf(w, "hello from %s\n", r.Host) })
+	mux.HandleFunc("/hello", func(w http.ResponseWriter, r *http.Request) {
+		o.hellos.Add(1)
+		fmt.Fprintf(w, "hello from %s\n", r.Host)
+	})
 	mux.HandleFunc("/drip/{n}", o.drip)
 	o.w.Site(o.w.Addr(10), mux)
 	o.w.Site(o.w.Addr(11), mux)

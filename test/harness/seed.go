@@ -19,18 +19,41 @@ var seedOnce sync.Mutex
 // copied from then on. A $CLOCHE_SEED that is a tar is taken as it is.
 func seed(tb testing.TB, d *Daemon) {
 	tb.Helper()
+	if file := os.Getenv("CLOCHE_SEED"); strings.HasSuffix(file, ".tar") {
+		unpack(tb, d, file)
+		return
+	}
+	seedWith(tb, d, "", "base")
+}
+
+// SeedWith gives a daemon that has not been started one template and no other:
+// what `template build` makes of args. It is built once, as the other one is.
+func (d *Daemon) SeedWith(args ...string) {
+	d.tb.Helper()
+	sum := sha256.Sum256([]byte(strings.Join(args, "\x00")))
+	seedWith(d.tb, d, "-"+hex.EncodeToString(sum[:4]), args...)
+}
+
+func seedWith(tb testing.TB, d *Daemon, suffix string, args ...string) {
+	tb.Helper()
 	seedOnce.Lock()
 	defer seedOnce.Unlock()
 	dir := os.Getenv("CLOCHE_SEED")
-	if dir == "" {
+	switch {
+	case dir == "":
 		dir = filepath.Join(repoRoot(tb), "dist", "seed")
+	case strings.HasSuffix(dir, ".tar"):
+		dir = filepath.Dir(dir)
 	}
-	tarball := filepath.Join(dir, "state-"+recipe(tb)+".tar")
-	if strings.HasSuffix(dir, ".tar") {
-		tarball = dir
-	} else if _, err := os.Stat(tarball); err != nil {
-		makeSeed(tb, dir, tarball)
+	tarball := filepath.Join(dir, "state-"+recipe(tb)+suffix+".tar")
+	if _, err := os.Stat(tarball); err != nil {
+		makeSeed(tb, dir, tarball, args)
 	}
+	unpack(tb, d, tarball)
+}
+
+func unpack(tb testing.TB, d *Daemon, tarball string) {
+	tb.Helper()
 	if err := os.MkdirAll(d.State, 0o700); err != nil {
 		tb.Fatal(err)
 	}
@@ -58,15 +81,15 @@ func recipe(tb testing.TB) string {
 	return hex.EncodeToString(h.Sum(nil))[:16]
 }
 
-func makeSeed(tb testing.TB, dir, tarball string) {
+func makeSeed(tb testing.TB, dir, tarball string, args []string) {
 	tb.Helper()
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		tb.Fatal(err)
 	}
-	tb.Log("building the template `base` once, for every suite")
+	tb.Logf("building the template %s once, for every suite", strings.Join(args, " "))
 	d := New(tb)
 	d.Serve()
-	d.Must("template", "build", "base")
+	d.Must(append([]string{"template", "build"}, args...)...)
 	d.Stop()
 	run(tb, "tar", "-C", d.State, "--sparse", "-cf", tarball+".tmp", ".")
 	if err := os.Rename(tarball+".tmp", tarball); err != nil {

@@ -225,7 +225,11 @@ func (c *httpConn) watchHead() {
 	case !partial && !waits, partial && waits && heads == c.heads:
 		return
 	case partial:
-		c.headEnd, c.heads = time.Now().Add(c.g.p.times.head), heads
+		now := time.Now()
+		c.headEnd, c.heads = now.Add(c.g.p.times.head), heads
+		if c.deadline.After(now) && c.deadline.Before(c.headEnd) {
+			c.headEnd = c.deadline // the server's, set a moment before: what it ends is late, too
+		}
 	default:
 		c.headEnd = time.Time{}
 	}

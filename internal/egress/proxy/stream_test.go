@@ -205,6 +205,26 @@ func TestSlowHead(t *testing.T) {
 	w.none()
 }
 
+// TestHeadAndTheServersDeadline: the server sets its deadline a moment before
+// the head begins, and whichever ends the head, it was late.
+func TestHeadAndTheServersDeadline(t *testing.T) {
+	for what, before := range map[string]time.Duration{"in a moment": 5 * time.Second, "in the past": -time.Hour} {
+		c, other := net.Pipe()
+		g := &guest{p: &Proxy{times: times{head: 10 * time.Second}}}
+		hc := &httpConn{Conn: c, g: g, guard: &guard1{scheme: "http"}}
+		deadline := time.Now().Add(before)
+		if err := hc.SetReadDeadline(deadline); err != nil {
+			t.Fatal(err)
+		}
+		hc.guard.feed([]byte("GET"))
+		hc.watchHead()
+		if ends := hc.headEnd.Equal(deadline); ends != (before > 0) {
+			t.Errorf("a deadline %s: the head ends %v from it", what, hc.headEnd.Sub(deadline))
+		}
+		_, _ = c.Close(), other.Close()
+	}
+}
+
 func TestUpstreamCut(t *testing.T) {
 	w := newWorld(t, rules(hosts(sandbox.EgressAllow, "a.test"))).start()
 	w.server(tlsWeb, "a.test", true, func(rw http.ResponseWriter, _ *http.Request) {

@@ -188,6 +188,58 @@ func TestFrames2(t *testing.T) {
 	w.none()
 }
 
+// TestBodies2: a body that is not as long as was told ends the connection, and is
+// told of once, however far the request has come.
+func TestBodies2(t *testing.T) {
+	w := newWorld(t, rules(hosts(sandbox.EgressAllow, "a.test"))).start()
+	w.server(tlsWeb, "a.test", true, helloHandler)
+	type part struct {
+		data, pad int
+		end       bool
+	}
+	for name, tt := range map[string]struct {
+		length string
+		parts  []part
+		reason string
+	}{
+		"as told":           {"5", []part{{2, 0, false}, {3, 0, true}}, ""},
+		"padded":            {"5", []part{{2, 9, false}, {3, 200, true}}, ""},
+		"an empty one last": {"5", []part{{5, 0, false}, {0, 0, true}}, ""},
+		"nothing":           {"0", []part{{0, 0, true}}, ""},
+		"more":              {"5", []part{{2, 0, false}, {4, 0, true}}, reasonCL},
+		"more, padded":      {"5", []part{{6, 7, false}}, reasonCL},
+		"less":              {"5", []part{{4, 0, true}}, reasonCL},
+		"where none was":    {"0", []part{{1, 0, true}}, reasonCL},
+		"no body at all":    {"5", nil, reasonCL},
+	} {
+		conn := w.tls(tlsAway, "a.test", "h2")
+		fr := h2client(conn)
+		_ = fr.WriteHeaders(http2.HeadersFrameParam{
+			StreamID: 1, EndHeaders: true, EndStream: tt.parts == nil,
+			BlockFragment: block(f2(":method", "POST", ":scheme", "https", ":authority", "a.test", ":path", "/", "content-length", tt.length)),
+		})
+		for _, p := range tt.parts {
+			if p.pad > 0 {
+				_ = fr.WriteDataPadded(1, p.end, make([]byte, p.data), make([]byte, p.pad))
+			} else {
+				_ = fr.WriteData(1, p.end, make([]byte, p.data))
+			}
+		}
+		if tt.reason != "" {
+			_, _ = io.Copy(io.Discard, conn)
+		}
+		r := w.record()
+		if r.Verdict == audit.Allowed && tt.reason != "" {
+			r = w.record() // it was answered before the rest came, and what the rest was is told too
+		}
+		if r.Reason != tt.reason || r.Method != "POST" || r.Host != "a.test" {
+			t.Errorf("%s: the record is %+v", name, r)
+		}
+		_ = conn.Close()
+	}
+	w.none()
+}
+
 // feedAll feeds a guard in pieces and returns what it let through.
 func feedAll(g guard, b []byte, piece int) (string, []byte) {
 	for len(b) > 0 {

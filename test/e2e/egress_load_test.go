@@ -171,18 +171,19 @@ func TestEgressLoad(t *testing.T) {
 	quiet, loud, few := create(t, o.Daemon, "--egress", "site"), create(t, o.Daemon, "--egress", "site"), create(t, o.Daemon, "--egress", "few")
 	alone, idle := o.median(t, quiet, 100), o.held(t)
 
-	const many = 1000
+	many := atFull(1000, 200)
+	trickling := atFull(200, 40)
 	o.start(t, loud, hold, strconv.Itoa(many))
-	waitFor(t, 90*time.Second, "1000 connections at once", func() bool { return o.drips.Load() == many })
+	waitFor(t, 90*time.Second, "so many connections at once", func() bool { return o.drips.Load() == int64(many) })
 	t.Logf("the gateway's descriptors with %d connections: %d (without: %d)", many, o.held(t), idle)
-	o.unharmed(t, quiet, "1000 connections", alone, 8)
-	if n := o.drips.Load(); n != many {
+	o.unharmed(t, quiet, fmt.Sprint(many, " connections"), alone, 8)
+	if n := o.drips.Load(); n != int64(many) {
 		t.Errorf("of %d connections %d are left", many, n)
 	}
 	o.kill(t, loud)
 	waitFor(t, 30*time.Second, "the servers to learn of the connections' end", func() bool { return o.drips.Load() == 0 })
 	o.start(t, loud, hold, strconv.Itoa(many)+" storm")
-	waitFor(t, 60*time.Second, "1000 connections of a storm", func() bool { return o.held(t) > idle+many })
+	waitFor(t, 60*time.Second, "the connections of a storm", func() bool { return o.held(t) > idle+many })
 	n := o.hellos.Load()
 	begin := time.Now()
 	// Each is answered; how fast is told only, since the stand-in's servers, which
@@ -200,13 +201,13 @@ func TestEgressLoad(t *testing.T) {
 	waitFor(t, 30*time.Second, "as many connections as the profile allows", func() bool { return o.drips.Load() == most })
 	o.demandDenials(t, few, "too_many_connections", more-most)
 
-	o.start(t, loud, slow, "200")
-	o.unharmed(t, quiet, "200 connections that trickle", alone, 8)
+	o.start(t, loud, slow, strconv.Itoa(trickling))
+	o.unharmed(t, quiet, "connections that trickle", alone, 8)
 	waitFor(t, 60*time.Second, "the connections that trickle to be ended", func() bool { return mustScript(t, o.Daemon, loud, "root", "cat /tmp/p.out") != "" })
-	if got := mustScript(t, o.Daemon, loud, "root", "cat /tmp/p.out"); got != "200" {
-		t.Errorf("of 200 connections that trickle the gateway has ended %s", got)
+	if got := mustScript(t, o.Daemon, loud, "root", "cat /tmp/p.out"); got != strconv.Itoa(trickling) {
+		t.Errorf("of %d connections that trickle the gateway has ended %s", trickling, got)
 	}
-	o.demandDenials(t, loud, "header_timeout", 200)
+	o.demandDenials(t, loud, "header_timeout", trickling)
 
 	for _, box := range []string{quiet, loud, few} {
 		o.Must("rm", "--force", box)
@@ -215,7 +216,15 @@ func TestEgressLoad(t *testing.T) {
 	o.DemandLevel(daemon, control)
 }
 
-// TestEgressLeavesNothing makes and deletes 60 sandboxes that were outside.
+// atFull is what a suite does at its full length, or else.
+func atFull(full, short int) int {
+	if long() {
+		return full
+	}
+	return short
+}
+
+// TestEgressLeavesNothing makes and deletes sandboxes that were outside.
 func TestEgressLeavesNothing(t *testing.T) {
 	o := goOutside(t)
 	life := func() {
@@ -228,7 +237,8 @@ func TestEgressLeavesNothing(t *testing.T) {
 	life()
 	gateway, daemon, control := o.held(t), o.Usage().FDs, o.ControlFDs()
 	before := links(t)
-	const boxes, workers = 60, 4
+	const workers = 4
+	boxes := atFull(500, 20)
 	var wg sync.WaitGroup
 	for range workers {
 		wg.Go(func() {

@@ -92,8 +92,14 @@ dist/chaos/cloche: $(EMBEDDED)/cloche-guest $(EMBEDDED)/cloche-gvisor
 chaos: build dist/chaos/cloche dist/testreport ## kill everything at any time and check every answer (CHAOS_KILLS=500, CHAOS_SEED, CHAOS_TIME)
 	@$(REPORT) -lines -suite chaos -out dist/test/chaos.json -- $(GOTEST) -tags clochefaults -count=1 -timeout 90m $(RUNFLAG) ./test/chaos/...
 
+# The build whose gateway can be told to check too little, so that the suite can
+# show that it would notice. Never ship it.
+.PHONY: dist/weak/cloche
+dist/weak/cloche: $(EMBEDDED)/cloche-guest $(EMBEDDED)/cloche-gvisor
+	@go build -tags clocheweak $(REPRODUCIBLE) -ldflags "-s -w -X main.version=$(VERSION)" -o $@ ./cmd/cloche
+
 .PHONY: redteam
-redteam: build dist/testreport ## try every known way out of a sandbox, and show that each would be one without its rule
+redteam: build dist/weak/cloche dist/testreport ## try every known way out of a sandbox, and show that each would be one without its rule
 	@$(REPORT) -lines -suite redteam -out dist/test/redteam.json -- $(GOTEST) -count=1 -timeout 30m $(RUNFLAG) ./test/redteam/...
 
 .PHONY: linear

@@ -16,6 +16,7 @@ import (
 	"path/filepath"
 	"runtime"
 	"strconv"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -40,6 +41,7 @@ type World struct {
 	names  map[string][]netip.Addr
 	ttl    map[string]uint32
 	asked  map[string]int
+	rotate map[string]int // how often such a name was asked for
 	hosted map[netip.Addr]bool
 }
 
@@ -54,7 +56,7 @@ func New(tb testing.TB) *World {
 	}
 	w := &World{
 		tb: tb, net: (os.Getpid()*7 + int(numbers.Add(1))) % 250, names: map[string][]netip.Addr{}, ttl: map[string]uint32{},
-		asked: map[string]int{}, hosted: map[netip.Addr]bool{},
+		asked: map[string]int{}, rotate: map[string]int{}, hosted: map[netip.Addr]bool{},
 	}
 	w.link = fmt.Sprintf("clow%d", w.net)
 	authority, err := ca.Generate("the stand-in internet")
@@ -70,6 +72,9 @@ func New(tb testing.TB) *World {
 	w.serveDNS()
 	return w
 }
+
+// Link is the name of the host's end.
+func (w *World) Link() string { return w.link }
 
 // Open is what --egress-open must name.
 func (w *World) Open() string { return fmt.Sprintf("10.213.%d.0/24", w.net) }
@@ -109,6 +114,15 @@ func (w *World) Name(name string, ttl uint32, addrs ...netip.Addr) {
 	w.names[dns.Fqdn(name)], w.ttl[dns.Fqdn(name)] = addrs, ttl
 }
 
+// Rotate makes the name server answer a name with one of these addresses at a
+// time, each time with the next, to be used once.
+func (w *World) Rotate(name string, addrs ...netip.Addr) {
+	w.Name(name, 0, addrs...)
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.rotate[dns.Fqdn(name)] = 0
+}
+
 // Asked tells how often the name server was asked for a name or one below it.
 func (w *World) Asked(name string) int {
 	w.mu.Lock()
@@ -116,6 +130,19 @@ func (w *World) Asked(name string) int {
 	n := 0
 	for asked, times := range w.asked {
 		if dns.IsSubDomain(dns.Fqdn(name), asked) {
+			n += times
+		}
+	}
+	return n
+}
+
+// AskedWith tells how often the name server was asked for names that hold text.
+func (w *World) AskedWith(text string) int {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	n := 0
+	for asked, times := range w.asked {
+		if strings.Contains(asked, text) {
 			n += times
 		}
 	}
@@ -152,8 +179,8 @@ func (w *World) ListenUDP(addr netip.Addr, port int) net.PacketConn {
 // certificate that the world's authority signed, over HTTP/1.1 and HTTP/2.
 func (w *World) Site(addr netip.Addr, h http.Handler) {
 	w.tb.Helper()
-	plain := &http.Server{Handler: h}                          //nolint:gosec // the other end is the gateway under test
-	secure := &http.Server{Handler: h, TLSConfig: &tls.Config{ //nolint:gosec // as above
+	plain := &http.Server{Handler: h}
+	secure := &http.Server{Handler: h, TLSConfig: &tls.Config{
 		MinVersion: tls.VersionTLS12,
 		GetCertificate: func(hello *tls.ClientHelloInfo) (*tls.Certificate, error) {
 			return w.roots.Leaf(hello.ServerName)
@@ -280,6 +307,10 @@ func (w *World) answer(rw dns.ResponseWriter, r *dns.Msg) {
 	w.asked[dns.CanonicalName(q.Name)]++
 	addrs, ok := w.names[dns.CanonicalName(q.Name)]
 	ttl := w.ttl[dns.CanonicalName(q.Name)]
+	if turn, ok := w.rotate[dns.CanonicalName(q.Name)]; ok && q.Qtype == dns.TypeA {
+		w.rotate[dns.CanonicalName(q.Name)]++
+		addrs = addrs[turn%len(addrs):][:1]
+	}
 	w.mu.Unlock()
 	switch {
 	case !ok:

@@ -10,7 +10,6 @@ import (
 	"fmt"
 	"io"
 	"net"
-	"net/http"
 	"net/netip"
 	"os"
 	"os/exec"
@@ -20,6 +19,7 @@ import (
 	"testing"
 	"time"
 
+	"cloche.dev/cloche/internal/egress/ca"
 	"cloche.dev/cloche/test/harness"
 	"cloche.dev/cloche/test/internet"
 )
@@ -42,10 +42,10 @@ type (
 		ALPN []string `json:"alpn,omitempty"`
 	}
 	Result struct {
-		Connected bool   `json:"connected"`
-		Got       []byte `json:"got,omitempty"`
-		Err       string `json:"err,omitempty"`
-		Peer      string `json:"peer,omitempty"`
+		Connected bool     `json:"connected"`
+		Got       []byte   `json:"got,omitempty"`
+		Err       string   `json:"err,omitempty"`
+		Certs     [][]byte `json:"certs,omitempty"`
 	}
 )
 
@@ -56,24 +56,28 @@ const (
 	allowed   = 10 // allowed.test, api.test, a.wild.test; also front.test, which the rules don't name
 	forbidden = 11 // blocked.test
 	rawSink   = 12 // takes anything on port 9000, TCP and UDP
+	impostor  = 13 // forged.test, with a certificate of nobody's
 )
 
 var metadata = netip.MustParseAddr("169.254.169.254")
 
 // arena is a daemon in a stand-in internet whose servers note all that arrives.
 type arena struct {
-	tb    testing.TB
-	w     *internet.World
-	d     *harness.Daemon
-	boxes map[string]string // by profile
-	mu    sync.Mutex
-	seen  map[string]*bytes.Buffer // by place
-	tools string
+	tb     testing.TB
+	w      *internet.World
+	d      *harness.Daemon
+	ruled  []string // sandboxes whose profile is rules
+	open   string   // one whose profile is open
+	inject string   // one whose profile is withSecret
+	secret string   // that is injected there
+	mu     sync.Mutex
+	seen   map[string]*bytes.Buffer // by place
+	tools  string
 }
 
 // rules is the profile under which nothing of what the suite tries may arrive.
-const rules = `{"name": "rules", "default": "deny", "rules": [
- {"name": "site", "action": "allow", "hosts": ["allowed.test", "*.wild.test"], "schemes": ["http", "https"], "ports": ["80", "443"]},
+const rules = `{"name": "rules", "default": "deny", "limits": {"connections": 300}, "rules": [
+ {"name": "site", "action": "allow", "hosts": ["allowed.test", "*.wild.test", "forged.test"], "schemes": ["http", "https"], "ports": ["80", "443"]},
  {"name": "api", "action": "allow", "hosts": ["api.test"], "methods": ["GET"], "paths": ["/ok/"], "ports": ["80", "443"]},
  {"name": "inward", "action": "allow", "hosts": ["to-metadata.test", "to-host.test", "to-loopback.test", "rebind.test"], "ports": ["80", "443"]},
  {"name": "pinned", "action": "allow", "hosts": ["pinned.test"], "passthrough": true, "ports": ["443"]}
@@ -82,10 +86,24 @@ const rules = `{"name": "rules", "default": "deny", "rules": [
 // open is the control: the same attempts arrive where no rule is in their way.
 const open = `{"name": "open", "default": "allow"}`
 
-func newArena(tb testing.TB) *arena {
+// newArena has one sandbox for each worker that tries what is forbidden, one
+// for the controls, and one with a secret.
+func newArena(tb testing.TB, workers int) *arena {
 	tb.Helper()
-	a := &arena{tb: tb, boxes: map[string]string{}, seen: map[string]*bytes.Buffer{}}
-	bin := harness.Bin(tb)
+	a := newArenaOf(tb, harness.Bin(tb), workers)
+	a.profile(tb, open)
+	a.open = a.box("open")
+	a.secret = "s3cr3t-" + token() + "/+=x"
+	a.keep(tb, "api-key", a.secret, "allowed.test")
+	a.profile(tb, withSecret)
+	a.inject = a.box("inject")
+	return a
+}
+
+// newArenaOf runs a binary, with more environment than this process has.
+func newArenaOf(tb testing.TB, bin string, workers int, env ...string) *arena {
+	tb.Helper()
+	a := &arena{tb: tb, seen: map[string]*bytes.Buffer{}}
 	a.w = internet.New(tb)
 	a.furnish()
 	a.tools = filepath.Join(tb.TempDir(), "inside")
@@ -100,12 +118,12 @@ func newArena(tb testing.TB) *arena {
 	}
 	tb.Cleanup(func() { _ = os.RemoveAll(dir) })
 	a.d = harness.NewIn(tb, bin, dir)
-	a.d.Flags = append(a.d.Flags, a.w.Flags()...)
+	a.d.Flags, a.d.Extra = append(a.d.Flags, a.w.Flags()...), env
 	a.d.Seed()
 	a.d.Serve()
-	for name, text := range map[string]string{"rules": rules, "open": open} {
-		a.profile(tb, text)
-		a.boxes[name] = a.box(name)
+	a.profile(tb, rules)
+	for range workers {
+		a.ruled = append(a.ruled, a.box("rules"))
 	}
 	return a
 }
@@ -120,8 +138,8 @@ func (a *arena) profile(tb testing.TB, text string) {
 	a.d.For(tb).Must("egress", "profile", "set", file)
 }
 
-// secret makes one.
-func (a *arena) secret(tb testing.TB, name, value string, hosts ...string) {
+// keep makes a secret.
+func (a *arena) keep(tb testing.TB, name, value string, hosts ...string) {
 	tb.Helper()
 	args := []string{"secret", "set", name}
 	for _, h := range hosts {
@@ -139,6 +157,9 @@ func (a *arena) box(profile string) string {
 	a.tb.Helper()
 	id := a.d.Must("create", "--egress", profile, "base")
 	a.d.Must("cp", a.tools, id+":/usr/local/bin/inside")
+	if who := a.doIn(a.tb, id, []Step{{Op: "shell", Command: "id -u"}})[0]; strings.TrimSpace(string(who.Got)) != "0" {
+		a.tb.Fatalf("the program inside is not root: %q %s", who.Got, who.Err)
+	}
 	return id
 }
 
@@ -147,19 +168,35 @@ func (a *arena) furnish() {
 	for name, last := range map[string]byte{
 		"allowed.test": allowed, "api.test": allowed, "a.wild.test": allowed, "front.test": allowed, "pinned.test": allowed,
 		"blocked.test": forbidden, "xn--bcher-kva.test": forbidden, "wild.test": forbidden, "evilwild.test": forbidden,
-		"allowed.test.blocked.test": forbidden, "a.wild.test.blocked.test": forbidden, "dns.test": resolver,
+		"allowed.test.blocked.test": forbidden, "a.wild.test.blocked.test": forbidden, "dns.test": resolver, "forged.test": impostor,
 	} {
 		a.w.Name(name, 30, a.w.Addr(last))
 	}
 	a.w.Name("to-metadata.test", 0, metadata)
 	a.w.Name("to-host.test", 0, a.w.Host())
 	a.w.Name("to-loopback.test", 0, netip.MustParseAddr("127.0.0.1"))
+	a.w.Rotate("rebind.test", a.w.Addr(allowed), metadata)
+	forger, err := ca.Generate("nobody")
+	if err != nil {
+		a.tb.Fatal(err)
+	}
+	forged, err := ca.New(forger)
+	if err != nil {
+		a.tb.Fatal(err)
+	}
+	a.site(a.w.Listen(a.w.Addr(impostor), 443), "13:443", func(name string) *tls.Certificate {
+		leaf, err := forged.Leaf(name)
+		if err != nil {
+			return nil
+		}
+		return leaf
+	})
 	for _, last := range []byte{allowed, forbidden} {
 		a.site(a.w.Listen(a.w.Addr(last), 80), fmt.Sprintf("%d:80", last), nil)
 		a.site(a.w.Listen(a.w.Addr(last), 443), fmt.Sprintf("%d:443", last), a.w.Leaf)
 		a.datagrams(a.w.ListenUDP(a.w.Addr(last), 443), fmt.Sprintf("%d:443/udp", last))
 		a.datagrams(a.w.ListenUDP(a.w.Addr(last), 5353), fmt.Sprintf("%d:5353/udp", last))
-		for _, port := range []int{22, 25, 853, 8080, 9000} {
+		for _, port := range []int{22, 25, 853, 7000, 8080, 9000, 15001, 15053} {
 			a.sink(a.w.Listen(a.w.Addr(last), port), fmt.Sprintf("%d:%d", last, port))
 		}
 	}
@@ -167,7 +204,9 @@ func (a *arena) furnish() {
 	a.sink(a.w.Listen(a.w.Addr(resolver), 853), "2:853")
 	a.datagrams(a.w.ListenUDP(a.w.Addr(rawSink), 9000), "12:9000/udp")
 	a.sink(a.w.Listen(metadata, 80), "metadata:80")
-	a.sink(listenHere(a.tb, net.JoinHostPort(a.w.Host().String(), "8080")), "host:8080")
+	for _, port := range []string{"7000", "8080"} {
+		a.sink(listenHere(a.tb, net.JoinHostPort(a.w.Host().String(), port)), "host:"+port)
+	}
 	a.sink(listenHere(a.tb, net.JoinHostPort(a.w.Host().String(), "80")), "host:80")
 }
 
@@ -200,65 +239,10 @@ func (a *arena) arrived(token string) (places []string) {
 			places = append(places, place)
 		}
 	}
-	if a.w.Asked(token+".blocked.test")+a.w.Asked(token+".wild.test")+a.w.Asked(token+".test") > 0 {
+	if a.w.AskedWith(token) > 0 {
 		places = append(places, "name server")
 	}
 	return places
-}
-
-// noted is a connection whose every byte is noted, also what no server
-// understands.
-type noted struct {
-	net.Conn
-	a     *arena
-	place string
-}
-
-func (c noted) Read(b []byte) (int, error) {
-	n, err := c.Conn.Read(b)
-	c.a.note(c.place, b[:n])
-	return n, err
-}
-
-// notedListener notes what its connections read.
-type notedListener struct {
-	net.Listener
-	a     *arena
-	place string
-}
-
-func (l notedListener) Accept() (net.Conn, error) {
-	c, err := l.Listener.Accept()
-	if err != nil {
-		return nil, err
-	}
-	return noted{c, l.a, l.place}, nil
-}
-
-// site is a web server that echoes; with leaf it is one over TLS.
-func (a *arena) site(l net.Listener, place string, leaf func(string) *tls.Certificate) {
-	if leaf != nil {
-		l = notedListener{l, a, place} // what never becomes TLS
-		l = tls.NewListener(l, &tls.Config{NextProtos: []string{"h2", "http/1.1"}, MinVersion: tls.VersionTLS12, GetCertificate: func(h *tls.ClientHelloInfo) (*tls.Certificate, error) {
-			if h.ServerName == "" {
-				return leaf("unnamed.test"), nil
-			}
-			return leaf(h.ServerName), nil
-		}})
-	}
-	srv := &http.Server{Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		body, _ := io.ReadAll(r.Body)
-		var seen bytes.Buffer // HTTP/2 is not readable as it is on the wire
-		fmt.Fprintf(&seen, "%s %s%s\n", r.Method, r.Host, r.RequestURI)
-		_ = r.Header.Write(&seen)
-		a.note(place, append(seen.Bytes(), body...))
-		fmt.Fprintf(w, "served %s%s at %s\n", r.Host, r.URL.Path, place)
-		for name, values := range r.Header {
-			fmt.Fprintf(w, "%s: %s\n", name, strings.Join(values, ", "))
-		}
-	})} //nolint:gosec // the other end is the gateway under test
-	go func() { _ = srv.Serve(notedListener{l, a, place}) }()
-	a.tb.Cleanup(func() { _ = srv.Close() })
 }
 
 // sink takes anything and answers one line.
@@ -300,19 +284,14 @@ func (a *arena) datagrams(c net.PacketConn, place string) {
 	}()
 }
 
-// do has the program inside a sandbox of the profile do steps.
-func (a *arena) do(tb testing.TB, profile string, steps []Step) []Result {
-	tb.Helper()
-	return a.doIn(tb, a.boxes[profile], steps)
-}
-
+// doIn has the program inside a sandbox do steps, as root.
 func (a *arena) doIn(tb testing.TB, box string, steps []Step) (results []Result) {
 	tb.Helper()
 	script, err := json.Marshal(steps)
 	if err != nil {
 		tb.Fatal(err)
 	}
-	cmd := a.d.Command(tb.Context(), "exec", "-i", box, "--", "inside")
+	cmd := a.d.Command(tb.Context(), "exec", "-i", "-u", "0", box, "--", "inside")
 	var stderr bytes.Buffer
 	cmd.Stdin, cmd.Stderr = bytes.NewReader(script), &stderr
 	stdout, failed := cmd.Output()

@@ -11,7 +11,7 @@ import (
 	"cloche.dev/cloche/internal/sandbox"
 )
 
-// audit reads what the gateway has decided for a sandbox since a time.
+// audit reads what was decided for a sandbox since a time.
 func (a *arena) audit(tb testing.TB, box string, since time.Time) []sandbox.EgressRecord {
 	tb.Helper()
 	q := url.Values{"sandbox": {box}, "since": {since.UTC().Format(time.RFC3339Nano)}, "limit": {"1000"}}

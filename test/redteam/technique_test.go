@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"io"
 	"net"
-	"net/netip"
 	"strings"
 	"testing"
 	"time"
@@ -29,6 +28,13 @@ type technique struct {
 	counter string
 	// inside: the sandbox's kernel refuses it, which the result tells.
 	inside bool
+	// removed: the request is allowed, and what holds the token is taken off.
+	removed bool
+	// legit are places where the token may arrive: the part that is allowed.
+	legit []string
+	// own does and judges everything itself, the control too, where steps can't
+	// say it. It returns the places where something came through.
+	own func(t *testing.T, a *arena, box, token string) []string
 	// uncontrolled tells why the attempt arrives nowhere under the control
 	// profile either; "" is that it does.
 	uncontrolled string
@@ -73,7 +79,7 @@ func bytesTo(addr func(*arena) string, chunks ...string) func(*arena, string) []
 	}
 }
 
-// secondSNI is for names that a TLS library of the attacker would not send:
+// hello is for names that a TLS library of the attacker would not send:
 // the client's hello is made here and sent as bytes.
 func hello(last byte, config func(token string) *tls.Config, edit func([]byte) []byte) func(*arena, string) []Step {
 	return func(a *arena, token string) []Step {
@@ -107,6 +113,7 @@ func clientHello(c *tls.Config) []byte {
 func frames(last byte, sni string, requests ...[]string) func(*arena, string) []Step {
 	return func(a *arena, token string) []Step {
 		var out, block bytes.Buffer
+		var sends [][]byte
 		out.WriteString(http2.ClientPreface)
 		f := http2.NewFramer(&out, nil)
 		f.AllowIllegalWrites = true
@@ -128,9 +135,11 @@ func frames(last byte, sni string, requests ...[]string) func(*arena, string) []
 			if body != "" {
 				_ = f.WriteData(id, true, []byte(body))
 			}
+			sends = append(sends, bytes.Clone(out.Bytes())) // one after the other
+			out.Reset()
 		}
 		return []Step{{
-			Op: "tcp", Addr: at(a, last, 443), TLS: &TLS{SNI: sni, ALPN: []string{"h2"}}, Send: [][]byte{out.Bytes()}, Wait: 2 * time.Second,
+			Op: "tcp", Addr: at(a, last, 443), TLS: &TLS{SNI: sni, ALPN: []string{"h2"}}, Send: sends, Pause: 50 * time.Millisecond, Wait: 2 * time.Second,
 		}}
 	}
 }
@@ -176,11 +185,11 @@ func tableCheck(t *testing.T, list []technique) {
 	t.Helper()
 	names := map[string]bool{}
 	for _, k := range list {
-		if k.name == "" || k.what == "" || k.steps == nil || names[k.name] {
-			t.Errorf("%q: a technique needs a name of its own, what it tries and steps", k.name)
+		if k.name == "" || k.what == "" || (k.steps == nil) == (k.own == nil) || names[k.name] {
+			t.Errorf("%q: a technique needs a name of its own, what it tries, and steps or something of its own", k.name)
 		}
 		names[k.name] = true
-		if k.reason == "" && k.counter == "" && !k.inside {
+		if k.reason == "" && k.counter == "" && !k.inside && !k.removed && k.own == nil {
 			t.Errorf("%s: how shows it that this was stopped?", k.name)
 		}
 	}
@@ -188,5 +197,3 @@ func tableCheck(t *testing.T, list []technique) {
 		t.Errorf("%d techniques; at least 60 are promised", len(list))
 	}
 }
-
-var _ = netip.Addr{}

@@ -49,7 +49,7 @@ var nameTechniques = []technique{
 		steps: question("udp", ourResolver, asType(dns.TypeHTTPS, ".blocked.test.")),
 	},
 	{
-		name: "dns-chaos", what: "a question of class CHAOS", reason: "dns_not_a_query", uncontrolled: neverSpoke,
+		name: "dns-chaos", what: "a question of class CHAOS", reason: "dns_type", uncontrolled: neverSpoke,
 		steps: question("udp", ourResolver, func(m *dns.Msg, _ string) { m.Question[0].Qclass = dns.ClassCHAOS }),
 	},
 	{
@@ -177,7 +177,7 @@ var nameTechniques = []technique{
 		steps: plain(allowed, "GET http://front.test/TOKEN HTTP/1.1\r\nHost: allowed.test\r\n\r\n"),
 	},
 	{
-		name: "host-absolute-userinfo", what: "HTTP: an allowed name as user of another host", reason: "bad_target",
+		name: "host-absolute-userinfo", what: "HTTP: an allowed name as user of another host", reason: "host_mismatch",
 		steps: plain(allowed, "GET http://allowed.test@front.test/TOKEN HTTP/1.1\r\nHost: allowed.test\r\n\r\n"),
 	},
 	{

@@ -72,6 +72,22 @@ var packetTechniques = []technique{
 		steps: bytesTo(func(*arena) string { return "192.168.0.1:8080" }, "TOKEN"),
 	},
 	{
+		name: "knock-proxy", what: "the port on which the gateway takes connections", counter: "packet:gateway_port", uncontrolled: neverOpen,
+		steps: bytesTo(func(*arena) string { return "169.254.77.1:15001" }, "TOKEN"),
+	},
+	{
+		name: "knock-resolver", what: "the port on which the gateway answers questions", counter: "packet:gateway_port", uncontrolled: neverOpen,
+		steps: bytesTo(func(*arena) string { return "169.254.77.1:15053" }, "TOKEN"),
+	},
+	{
+		name: "knock-resolver-udp", what: "the same by UDP", counter: "packet:gateway_port", uncontrolled: neverOpen,
+		steps: func(_ *arena, token string) []Step {
+			return []Step{{Op: "udp", Addr: "169.254.77.1:15053", Send: [][]byte{[]byte(token)}, Wait: time.Second}}
+		},
+	},
+	{name: "knock-elsewhere", what: "the proxy's port at another address", reason: "denied_by_default", steps: to(allowed, 15001, nil, "TOKEN")},
+	{name: "knock-resolver-elsewhere", what: "the resolver's port at another address", reason: "denied_by_default", steps: to(forbidden, 15053, nil, "TOKEN")},
+	{
 		name: "gateway-ports", what: "the gateway's own address", reason: "denied_by_default", uncontrolled: neverOpen,
 		steps: bytesTo(func(*arena) string { return "169.254.77.1:8080" }, "TOKEN"),
 	},

@@ -6,6 +6,7 @@ package main
 
 import (
 	"bufio"
+	"bytes"
 	"context"
 	"crypto/tls"
 	"encoding/json"
@@ -21,7 +22,7 @@ import (
 
 // Step is one thing to do.
 type Step struct {
-	Op      string        `json:"op"` // tcp, udp, raw, packet, shell, flood
+	Op      string        `json:"op"` // tcp, udp, raw, packet, shell, flood, listen, links
 	Addr    string        `json:"addr,omitempty"`
 	TLS     *TLS          `json:"tls,omitempty"`
 	Send    [][]byte      `json:"send,omitempty"` // one write each
@@ -41,10 +42,10 @@ type TLS struct {
 
 // Result is what came of a step.
 type Result struct {
-	Connected bool   `json:"connected"`
-	Got       []byte `json:"got,omitempty"`
-	Err       string `json:"err,omitempty"`
-	Peer      string `json:"peer,omitempty"` // the issuer of the certificate that was shown
+	Connected bool     `json:"connected"`
+	Got       []byte   `json:"got,omitempty"`
+	Err       string   `json:"err,omitempty"`
+	Certs     [][]byte `json:"certs,omitempty"` // that were shown
 }
 
 const mostRead = 256 << 10
@@ -78,9 +79,13 @@ func (s Step) do() (r Result) {
 	case "packet":
 		err = s.packet()
 	case "shell":
-		r.Got, err = exec.Command("/bin/sh", "-c", s.Command).CombinedOutput() //nolint:gosec // its purpose
+		r.Got, err = exec.Command("/bin/sh", "-c", s.Command).CombinedOutput()
 	case "flood":
 		r, err = s.flood()
+	case "listen":
+		r, err = s.listen()
+	case "links":
+		r, err = links()
 	default:
 		err = fmt.Errorf("no such step: %q", s.Op)
 	}
@@ -103,12 +108,12 @@ func (s Step) tcp() (r Result, err error) {
 	r.Connected = true
 	_ = conn.SetDeadline(time.Now().Add(s.Wait + time.Duration(len(s.Send))*s.Pause))
 	if s.TLS != nil {
-		c := tls.Client(conn, &tls.Config{ServerName: s.TLS.SNI, NextProtos: s.TLS.ALPN, InsecureSkipVerify: true}) //nolint:gosec // the attacker's side
+		c := tls.Client(conn, &tls.Config{ServerName: s.TLS.SNI, NextProtos: s.TLS.ALPN, InsecureSkipVerify: true})
 		if err := c.Handshake(); err != nil {
 			return r, err
 		}
-		if shown := c.ConnectionState().PeerCertificates; len(shown) > 0 {
-			r.Peer = shown[0].Issuer.String()
+		for _, cert := range c.ConnectionState().PeerCertificates {
+			r.Certs = append(r.Certs, cert.Raw)
 		}
 		conn = c
 	}
@@ -214,5 +219,43 @@ func (s Step) flood() (r Result, err error) {
 	}
 	r.Connected = open > 0
 	r.Got = fmt.Append(nil, open)
+	return r, nil
+}
+
+// listen takes connections at Addr, until one says "stop", and returns all that
+// came.
+func (s Step) listen() (r Result, err error) {
+	l, err := net.Listen("tcp4", s.Addr)
+	if err != nil {
+		return r, err
+	}
+	defer l.Close()
+	_ = l.(*net.TCPListener).SetDeadline(time.Now().Add(s.Wait))
+	for !bytes.Contains(r.Got, []byte("stop")) {
+		c, err := l.Accept()
+		if err != nil {
+			return r, err
+		}
+		_ = c.SetDeadline(time.Now().Add(time.Second))
+		b, _ := io.ReadAll(io.LimitReader(c, 4096))
+		r.Got = append(append(r.Got, b...), '\n')
+		_ = c.Close()
+	}
+	return r, nil
+}
+
+// links tells what netlink does of interfaces and addresses.
+func links() (r Result, err error) {
+	all, err := net.Interfaces()
+	if err != nil {
+		return r, err
+	}
+	for _, i := range all {
+		addrs, err := i.Addrs()
+		if err != nil {
+			return r, err
+		}
+		r.Got = fmt.Appendf(r.Got, "%s %v\n", i.Name, addrs)
+	}
 	return r, nil
 }

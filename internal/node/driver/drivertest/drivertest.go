@@ -36,6 +36,7 @@ type TB interface {
 type Networks interface {
 	Create(ctx context.Context, id string) (path string, err error)
 	Sockets(ctx context.Context, id string) (proxy, dnsTCP, dnsUDP *os.File, err error)
+	Counters(ctx context.Context, id string) (map[string]uint64, error)
 	Delete(ctx context.Context, id string) error
 }
 

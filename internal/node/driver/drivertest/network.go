@@ -31,6 +31,7 @@ var networkClauses = []Clause{
 			x.reachesGateway() // a second gateway, as after the first one's end
 		}
 	}},
+	packetClause,
 	{"network-images", "A machine's network works after a memory snapshot, and in machines made from a memory or a disk image, each with its own gateway.", func(b *bench) {
 		if b.h.NoInterface {
 			return

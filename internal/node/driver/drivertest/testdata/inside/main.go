@@ -66,6 +66,7 @@ var commands = map[string]func(args []string){
 	"udp":        udp,
 	"ask":        func(a []string) { converse("udp", a[0]) },
 	"say":        func(a []string) { converse("tcp", a[0]) },
+	"frame":      frame,
 	"echo":       echo,
 	"anon":       anon,
 	"hold":       hold,

@@ -183,6 +183,9 @@ func (c *Client) explain(ctx context.Context, request string, err error) error {
 	if ended != nil {
 		return fmt.Errorf("%s: the VMM has not answered: %w", request, ended)
 	}
+	if errors.Is(err, context.DeadlineExceeded) { // a dial looks at the clock itself, and may be first
+		return fmt.Errorf("%s: the VMM has not answered: %w", request, context.DeadlineExceeded)
+	}
 	if c.life.Err() != nil {
 		return fmt.Errorf("%s: the client is closed: %w", request, net.ErrClosed)
 	}

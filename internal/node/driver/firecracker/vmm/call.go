@@ -175,16 +175,13 @@ var goneErrors = []error{
 // explain makes an error of exchange one that tells what to think of the VMM.
 func (c *Client) explain(ctx context.Context, request string, err error) error {
 	ended := ctx.Err()
-	if ended == nil && errors.Is(err, os.ErrDeadlineExceeded) {
+	if ended == nil && (errors.Is(err, os.ErrDeadlineExceeded) || errors.Is(err, context.DeadlineExceeded)) {
 		// The only deadline there is is the context's, which the dialer keeps by a
-		// timer of its own: it may ring a moment before the context's.
+		// timer and a look at the clock of its own: it may be first.
 		ended = context.DeadlineExceeded
 	}
 	if ended != nil {
 		return fmt.Errorf("%s: the VMM has not answered: %w", request, ended)
-	}
-	if errors.Is(err, context.DeadlineExceeded) { // a dial looks at the clock itself, and may be first
-		return fmt.Errorf("%s: the VMM has not answered: %w", request, context.DeadlineExceeded)
 	}
 	if c.life.Err() != nil {
 		return fmt.Errorf("%s: the client is closed: %w", request, net.ErrClosed)

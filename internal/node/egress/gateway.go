@@ -41,10 +41,11 @@ const (
 
 func (m *Manager) path(name, suffix string) string { return filepath.Join(m.dir(), name+suffix) }
 
-// Run keeps a gateway until ctx ends; the gateway lives on then. It also closes
-// the audit.
+// Run keeps a gateway until ctx ends; the gateway lives on then for the sandboxes
+// that it serves. It also closes the audit.
 func (m *Manager) Run(ctx context.Context) error {
 	defer m.audit.Close() //nolint:errcheck // what could be written was
+	defer m.retire()
 	var wg sync.WaitGroup
 	defer wg.Wait()
 	defer m.stop()

@@ -12,10 +12,11 @@ import (
 // retireTimeout bounds the end of a gateway that nobody needs.
 const retireTimeout = 2 * time.Second
 
-// retire ends the gateway of a daemon that ends, if it serves no sandbox, once
-// its records are taken, and removes its files: whoever deletes every sandbox
-// and stops Cloche keeps nothing of it. What can't be done now the gateway does
-// by itself when it has been alone for a while.
+// retire ends the gateway of a daemon that ends, if it serves no sandbox, and
+// removes its files: whoever deletes every sandbox and stops Cloche keeps nothing
+// of it. A drained gateway goes when its records are taken, which the pump did as
+// they came; one that is not gone within half the time is killed, since it would
+// refuse the next daemon's sandboxes.
 func (m *Manager) retire() {
 	ctx, cancel := context.WithTimeout(context.Background(), retireTimeout)
 	defer cancel()
@@ -28,18 +29,13 @@ func (m *Manager) retire() {
 	if err != nil || len(a.Sandboxes) > 0 {
 		return
 	}
-	for ack := uint64(0); ; {
-		a, err := c.Call(ctx, gatewayrpc.Request{Op: gatewayrpc.OpAudit, Ack: ack, Wait: 1})
-		if err != nil {
-			return
-		}
-		if a.Batch == nil {
-			break
-		}
-		if m.audit.Append(a.Batch.Records...) != nil {
-			return
-		}
-		ack = a.Batch.Seq
+	if _, err := c.Call(ctx, gatewayrpc.Request{Op: gatewayrpc.OpDrain}); err != nil {
+		return
+	}
+	if p, err := m.record(m.name); err == nil {
+		half, cancel := context.WithTimeout(ctx, retireTimeout/2)
+		_ = p.Wait(half) // whether it went by itself or not
+		cancel()
 	}
 	if err := m.kill(ctx, m.name); err != nil {
 		m.o.Log.Warn("end the egress gateway, which serves no sandbox", "err", err)

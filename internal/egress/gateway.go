@@ -96,7 +96,7 @@ func (g *gateway) configure(c *gatewayrpc.Config) error {
 	if len(servers) == 0 {
 		servers = g.hostServers
 	}
-	own, err := ownAddresses()
+	own, err := sys.OwnAddresses()
 	if err != nil {
 		return err
 	}
@@ -120,28 +120,9 @@ func (h *host) close(own []netip.Prefix) (*policy.Ranges, error) {
 	return ranges, nil
 }
 
-// ownAddresses are the addresses that the host has now.
-func ownAddresses() ([]netip.Prefix, error) {
-	all, err := net.InterfaceAddrs()
-	if err != nil {
-		return nil, err
-	}
-	var own []netip.Prefix
-	for _, a := range all {
-		if n, ok := a.(*net.IPNet); ok {
-			if ip, ok := netip.AddrFromSlice(n.IP); ok {
-				ip = ip.Unmap()
-				own = append(own, netip.PrefixFrom(ip, ip.BitLen()))
-			}
-		}
-	}
-	slices.SortFunc(own, netip.Prefix.Compare)
-	return slices.Compact(own), nil
-}
-
 // lookAround closes addresses that the host has got since.
 func (g *gateway) lookAround() {
-	own, err := ownAddresses()
+	own, err := sys.OwnAddresses()
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if g.host == nil || err == nil && slices.Equal(own, g.host.own) {

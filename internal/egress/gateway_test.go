@@ -18,6 +18,7 @@ import (
 	"cloche.dev/cloche/internal/egress/ca"
 	"cloche.dev/cloche/internal/egress/gatewayrpc"
 	"cloche.dev/cloche/internal/sandbox"
+	"cloche.dev/cloche/internal/sys"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -232,7 +233,7 @@ func TestADrainedGatewayEnds(t *testing.T) {
 }
 
 func TestOwnAddressesAreClosed(t *testing.T) {
-	own, err := ownAddresses()
+	own, err := sys.OwnAddresses()
 	if err != nil || len(own) == 0 {
 		t.Fatalf("%v (%v)", own, err)
 	}

@@ -21,6 +21,7 @@ import (
 	"cloche.dev/cloche/internal/node/egress"
 	"cloche.dev/cloche/internal/node/netns"
 	"cloche.dev/cloche/internal/sandbox"
+	"cloche.dev/cloche/internal/sys"
 	"cloche.dev/cloche/internal/vault"
 )
 
@@ -36,7 +37,7 @@ type EgressOptions struct {
 	// KeyCommand wraps and unwraps the data keys of secrets; none: a key file in
 	// the state directory.
 	KeyCommand []string
-	// Gateway starts a gateway process; a socket's path follows it.
+	// Gateway starts a gateway process; its own flags follow.
 	Gateway []string
 }
 
@@ -120,15 +121,9 @@ func (e EgressOptions) dial(ctx context.Context, addr string) (net.Conn, error) 
 
 // ranges are what is closed now: the host's own addresses change.
 func (e EgressOptions) ranges() (*policy.Ranges, error) {
-	addrs, err := net.InterfaceAddrs()
+	own, err := sys.OwnAddresses()
 	if err != nil {
 		return nil, err
-	}
-	var own []netip.Prefix
-	for _, a := range addrs {
-		if p, err := netip.ParsePrefix(a.String()); err == nil {
-			own = append(own, netip.PrefixFrom(p.Addr(), p.Addr().BitLen()))
-		}
 	}
 	return policy.NewRanges(e.Open, own)
 }

@@ -201,10 +201,9 @@ func (m *machine) start(ctx context.Context, p plan) error {
 	r := p.spec.Resources
 	memory := int64(r.MemoryMiB) * mib
 	limits := jail.Limits{
-		MemoryBytes: memory + overhead(memory), MilliCPU: r.MilliCPU, Tasks: p.vcpus() + spareTasks,
-		FileBytes: max(memory, int64(r.DiskMiB)*mib) + mib,
+		MemoryBytes: memory + overhead(memory), Tasks: p.vcpus() + spareTasks, FileBytes: max(memory, int64(r.DiskMiB)*mib) + mib,
+		MilliCPU: 1000 * (p.vcpus() + 1), // and one for the VMM's own threads; its share holds when it is up
 	}
-	limits.MilliCPU = 1000 * (p.vcpus() + 1) // and one for the VMM's own threads; its share holds when it is up
 	var err error
 	if m.tap, m.mac, err = m.d.o.Networks.Tap(ctx, m.id, m.record().UID); err != nil {
 		return err

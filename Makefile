@@ -21,7 +21,7 @@ REPRODUCIBLE := -trimpath -buildvcs=false
 GOTEST   := go test -json
 REPORT   := dist/testreport $(if $(V),-v)
 RUNFLAG  := $(if $(RUN),-run '$(RUN)')
-SUITES   := check unit linear drivertest e2e redteam chaos
+SUITES   := check unit linear drivertest e2e e2e-firecracker redteam chaos
 
 # The packages whose tests are the unit tests: all but the suites, what makes
 # machines, and the engine, which takes minutes to build with the race detector
@@ -107,8 +107,8 @@ linear: build dist/testreport ## check random concurrent histories for lineariza
 	@$(REPORT) -v -suite linear -out dist/test/linear.json -- $(GOTEST) $(if $(LONG),,-short) -count=1 -timeout 30m $(RUNFLAG) ./test/linear/...
 
 .PHONY: test
-test: ## everything that CI checks: check, unit, linear, drivertest, e2e, redteam, a short chaos
-	@CHAOS_KILLS=$${CHAOS_KILLS:-60} scripts/test.sh $(SUITES)
+test: ## everything that CI checks: check, unit, linear, drivertest, e2e, a part of e2e-firecracker, redteam, a short chaos
+	@CHAOS_KILLS=$${CHAOS_KILLS:-60} PART=$${PART:-ci} scripts/test.sh $(SUITES)
 
 .PHONY: demo
 demo: ## one sandbox's whole life, from nothing to nothing

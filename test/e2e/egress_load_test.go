@@ -216,14 +216,6 @@ func TestEgressLoad(t *testing.T) {
 	o.DemandLevel(daemon, control)
 }
 
-// atFull is what a suite does at its full length, or else.
-func atFull(full, short int) int {
-	if long() {
-		return full
-	}
-	return short
-}
-
 // TestEgressLeavesNothing makes and deletes sandboxes that were outside.
 func TestEgressLeavesNothing(t *testing.T) {
 	o := goOutside(t)

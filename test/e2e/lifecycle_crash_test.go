@@ -64,10 +64,7 @@ func TestCheckpoints(t *testing.T) {
 	// time allows that a machine may stand still (a fiftieth). How long that is
 	// here and now a neighbour's snapshots tell.
 	const share, least = 50, 15 * time.Second
-	kills := 10
-	if long() {
-		kills = 100
-	}
+	kills := atFull(100, 10)
 	begin := time.Now()
 	d := harness.Start(t)
 	b := newBox(t, d, map[string]any{"policy": map[string]any{"checkpoint_seconds": int(every.Seconds())}})

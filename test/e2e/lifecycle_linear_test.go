@@ -23,10 +23,7 @@ var livelyVerbs = strings.Fields(strings.Repeat("pause resume suspend restore st
 // sandboxes over HTTP, and checks that each is linearizable: 200 of them, fewer
 // in CI.
 func TestHistories(t *testing.T) {
-	n := 48
-	if long() {
-		n = 200
-	}
+	n := atFull(200, 48)
 	base := uint64(time.Now().UnixNano())
 	if s := os.Getenv("LINEAR_SEED"); s != "" {
 		var err error

@@ -15,10 +15,7 @@ import (
 // host: the daemon starts within 2 s, grows little, lists a page quickly, and what
 // is restored at random is what was suspended.
 func TestManySuspended(t *testing.T) {
-	n, back := 40, 5
-	if long() {
-		n, back = 1000, 20
-	}
+	n, back := atFull(1000, 40), atFull(20, 5)
 	d := harness.Start(t)
 	b := newBox(t, d, map[string]any{"resources": map[string]int{"memory_mib": 128, "disk_mib": 64}})
 	b.hold(1<<20, "/etc/ssl")

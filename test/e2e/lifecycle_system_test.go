@@ -19,6 +19,14 @@ import (
 // long tells whether the suites run at their full length.
 func long() bool { return os.Getenv("E2E_LONG") != "" }
 
+// atFull is what a suite does at its full length, or else.
+func atFull[N int | time.Duration](full, short N) N {
+	if long() {
+		return full
+	}
+	return short
+}
+
 // small is a sandbox whose snapshots cost little.
 var small = map[string]int{"memory_mib": 256, "disk_mib": 256}
 

@@ -81,11 +81,11 @@ func (b box) count() int {
 	return n
 }
 
-// TestSuspendCycles suspends and restores a sandbox 20 times that holds 200 MB
-// in a process, 10 000 files and a loop that counts: nothing of it may change,
-// and the loop's output must be whole.
+// TestSuspendCycles suspends and restores a sandbox 20 times (6 in CI) that holds
+// 200 MB in a process, 10 000 files and a loop that counts: nothing of it may
+// change, and the loop's output must be whole.
 func TestSuspendCycles(t *testing.T) {
-	const cycles = 20
+	cycles := atFull(20, 6)
 	d := harness.Start(t)
 	b := newBox(t, d, map[string]any{"resources": map[string]int{"memory_mib": 1024, "disk_mib": 1024}})
 	b.script(`mkdir /srv/many && cd /srv/many && python3 -c '
@@ -216,10 +216,10 @@ func TestPauseStandsStill(t *testing.T) {
 // identity is what tells one machine from another, from inside.
 const identity = `cat /etc/machine-id /proc/sys/kernel/random/boot_id /proc/sys/kernel/hostname /run/cloche/generation; head -c 16 /dev/urandom | od -An -tx1 | tr -d ' '`
 
-// TestForkTwenty forks a sandbox into 20: each is another machine that begins
-// with all that the parent had.
-func TestForkTwenty(t *testing.T) {
-	const count = 20
+// TestForkMany forks a sandbox into 20 (8 in CI): each is another machine that
+// begins with all that the parent had.
+func TestForkMany(t *testing.T) {
+	count := atFull(20, 8)
 	d := harness.Start(t)
 	b := newBox(t, d, nil)
 	b.script(`mkdir -p /etc/cloche/on_restore.d /srv/data && head -c 1000000 /dev/urandom > /srv/data/random &&

@@ -58,6 +58,8 @@ func needRoot(what string) error {
 
 func newServiceInstall(s *service) *cobra.Command {
 	var f serveFlags
+	serve := pflag.NewFlagSet("serve", pflag.ContinueOnError)
+	f.register(serve)
 	var dry, start bool
 	drain := drainWithin
 	cmd := &cobra.Command{
@@ -69,7 +71,7 @@ when the host goes down, sandboxes are suspended first (see ` + "`cloche drain -
 --url, which is made from --listen where it is not given: with TLS give the name that the certificate has.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			u, err := s.unit(&f, cmd.Flags(), drain)
+			u, err := s.unit(&f, serve, drain)
 			if err != nil {
 				return err
 			}
@@ -87,7 +89,7 @@ when the host goes down, sandboxes are suspended first (see ` + "`cloche drain -
 			return s.install(cmd.Context(), text, start)
 		},
 	}
-	f.register(cmd.Flags())
+	cmd.Flags().AddFlagSet(serve)
 	cmd.Flags().BoolVar(&dry, "dry-run", false, "print the unit and do nothing")
 	cmd.Flags().BoolVar(&start, "start", false, "start it too, where it does not run")
 	cmd.Flags().DurationVar(&drain, "drain-within", drain, "how long sandboxes may take to be saved when the host goes down")
@@ -96,8 +98,8 @@ when the host goes down, sandboxes are suspended first (see ` + "`cloche drain -
 
 // unit gathers what the unit is made of. The places that the daemon uses stand
 // in it even where they are the defaults, since those come from the environment
-// that install runs in; of the other flags those that were given.
-func (s *service) unit(f *serveFlags, flags *pflag.FlagSet, drain time.Duration) (unit, error) {
+// that install runs in; of the other flags of serve those that were given.
+func (s *service) unit(f *serveFlags, serve *pflag.FlagSet, drain time.Duration) (unit, error) {
 	if _, err := s.path(); err != nil {
 		return unit{}, err
 	}
@@ -123,17 +125,19 @@ func (s *service) unit(f *serveFlags, flags *pflag.FlagSet, drain time.Duration)
 		}
 	}
 	u.exe = self[0]
-	u.serve = []string{"--listen=" + f.Listen, "--run-dir=" + f.RunDir}
-	if f.Insecure {
-		u.serve = append(u.serve, "--insecure")
-	}
-	for _, set := range []struct{ name, value string }{
-		{"tls-cert", f.TLSCert}, {"tls-key", f.TLSKey}, {"metrics", f.Metrics}, {"driver", f.Driver}, {"log-level", f.level}, {"log-format", f.format},
-	} {
-		if flags.Changed(set.name) {
-			u.serve = append(u.serve, "--"+set.name+"="+set.value)
+	serve.SortFlags = false
+	serve.VisitAll(func(flag *pflag.Flag) {
+		if places := flag.Name == "listen" || flag.Name == "run-dir"; !places && !flag.Changed {
+			return
 		}
-	}
+		values := []string{flag.Value.String()}
+		if list, ok := flag.Value.(pflag.SliceValue); ok {
+			values = list.GetSlice()
+		}
+		for _, v := range values {
+			u.serve = append(u.serve, "--"+flag.Name+"="+v)
+		}
+	})
 	for _, word := range append([]string{u.exe, u.stateDir, u.url}, u.serve...) {
 		if strings.ContainsFunc(word, func(r rune) bool { return r < ' ' || r == 0x7f }) {
 			return u, usage("%q can't stand in a unit", word)

@@ -16,6 +16,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/spf13/pflag"
+
 	"cloche.dev/cloche/api"
 )
 
@@ -62,7 +64,9 @@ var units = map[string][]string{
 	"plain": nil,
 	"all": {
 		"--listen", "[::]:443", "--run-dir", "/srv/run of cloche", "--state-dir", `/srv/50% of "it"`, "--tls-cert", "/srv/$c.pem", "--tls-key", "/srv/k.pem",
-		"--metrics", "127.0.0.1:7071", "--driver", "firecracker", "--log-level", "debug", "--log-format", "json", "--drain-within", "5m", "--url", "https://cloche.example:443",
+		"--metrics", "127.0.0.1:7071", "--memory-overcommit", "1.5", "--cpu-overcommit", "2", "--disk-floor", "64", "--driver", "firecracker", "--allow-vulnerable", "1.12.1",
+		"--egress-open", "10.1.0.0/16,10.2.0.0/16", "--egress-resolver", "192.0.2.1", "--egress-resolver", "192.0.2.2", "--egress-roots", "/srv/roots.pem",
+		"--secret-kms", "/usr/bin/kms --key a", "--log-level", "debug", "--log-format", "json", "--drain-within", "5m", "--url", "https://cloche.example:443",
 	},
 	"open": {"--listen", "0.0.0.0:80", "--insecure", "--run-dir", "/run/other/cloche"},
 }
@@ -126,9 +130,11 @@ func TestUnitText(t *testing.T) {
 		},
 		"all": {
 			`"--state-dir=/srv/50%% of \"it\"" --listen=[::]:443 "--run-dir=/srv/run of cloche" --tls-cert=/srv/$$c.pem --tls-key=/srv/k.pem`,
-			"--metrics=127.0.0.1:7071 --driver=firecracker --log-level=debug --log-format=json\n", "--url=https://cloche.example:443 --within=5m0s", "\nTimeoutStopSec=340\n",
+			"--metrics=127.0.0.1:7071 --memory-overcommit=1.5 --cpu-overcommit=2 --disk-floor=64 --driver=firecracker --allow-vulnerable=1.12.1",
+			" --egress-open=10.1.0.0/16 --egress-open=10.2.0.0/16 --egress-resolver=192.0.2.1 --egress-resolver=192.0.2.2 --egress-roots=/srv/roots.pem",
+			` "--secret-kms=/usr/bin/kms --key a" --log-level=debug --log-format=json` + "\n", "--url=https://cloche.example:443 --within=5m0s", "\nTimeoutStopSec=340\n",
 		},
-		"open": {"--listen=0.0.0.0:80 --run-dir=/run/other/cloche --insecure\n", "--url=http://127.0.0.1:80", "\nRuntimeDirectory=other/cloche\n"},
+		"open": {"--listen=0.0.0.0:80 --run-dir=/run/other/cloche --insecure=true\n", "--url=http://127.0.0.1:80", "\nRuntimeDirectory=other/cloche\n"},
 	} {
 		_, text, _ := program(t, append([]string{"service", "install", "--dry-run"}, units[name]...)...)
 		for _, w := range want {
@@ -140,6 +146,19 @@ func TestUnitText(t *testing.T) {
 			t.Error("a directory that is not below /run")
 		}
 	}
+}
+
+// TestUnitHasEveryFlag: what is given to `service install` is not lost, whatever
+// serve takes some day.
+func TestUnitHasEveryFlag(t *testing.T) {
+	given := slices.Concat(units["all"], units["open"])
+	flags := pflag.NewFlagSet("serve", pflag.ContinueOnError)
+	new(serveFlags).register(flags)
+	flags.VisitAll(func(f *pflag.Flag) {
+		if !slices.Contains(given, "--"+f.Name) {
+			t.Errorf("the units of these tests have no --%s", f.Name)
+		}
+	})
 }
 
 func TestServiceFlagsAreChecked(t *testing.T) {

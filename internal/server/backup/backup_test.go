@@ -4,6 +4,7 @@ import (
 	"archive/tar"
 	"bytes"
 	"context"
+	"encoding/json"
 	"errors"
 	"io"
 	"io/fs"
@@ -16,6 +17,7 @@ import (
 
 	"cloche.dev/cloche/internal/guestapi/guestv1/guestv1connect"
 	"cloche.dev/cloche/internal/node/artifact"
+	"cloche.dev/cloche/internal/node/driver/firecracker/installed"
 	"cloche.dev/cloche/internal/node/session"
 	seslog "cloche.dev/cloche/internal/node/session/log"
 	"cloche.dev/cloche/internal/node/snapshot"
@@ -33,6 +35,8 @@ type state struct {
 	box                 sandbox.Sandbox
 	disk, memory, ghost string // snapshots; the last one's files are gone
 	session             string
+	engine              string // an artifact that the memory snapshot needs
+	pair                installed.PairRecord
 }
 
 type noGuests struct{}
@@ -60,10 +64,11 @@ func newState(t *testing.T) *state {
 	s.must(s.store.CreateProject(t.Context(), p))
 	s.template()
 	s.sandbox()
-	engine := s.artifact("engine")
+	s.engine = s.artifact("engine")
 	s.disk = s.snapshot(sandbox.SnapshotDisk, sandbox.Needs{})
-	s.memory = s.snapshot(sandbox.SnapshotMemory, sandbox.Needs{EngineHash: engine, Guest: s.artifact("guest")})
+	s.memory = s.snapshot(sandbox.SnapshotMemory, sandbox.Needs{EngineHash: s.engine, Guest: s.artifact("guest")})
 	s.artifact("of nothing")
+	s.install()
 	s.ghost = s.snapshot(sandbox.SnapshotDisk, sandbox.Needs{})
 	s.must(os.RemoveAll(filepath.Join(s.dir, snapshotsDir, s.ghost)))
 	s.log("first\n")
@@ -133,6 +138,20 @@ func (s *state) artifact(content string) string {
 	a, err := store.Put("tool", strings.NewReader(content))
 	s.must(err)
 	return a.Hash
+}
+
+// install makes what `cloche firecracker install` and `cloche kernel install` do.
+func (s *state) install() {
+	dir := filepath.Join(s.dir, "firecracker", "versions")
+	s.must(os.MkdirAll(dir, 0o700))
+	s.pair = installed.PairRecord{Version: "1.15.1", Firecracker: s.artifact("firecracker"), Jailer: s.artifact("jailer"), InstalledAt: time.Now()}
+	data, err := json.Marshal(s.pair)
+	s.must(err)
+	s.must(os.WriteFile(filepath.Join(dir, "1.15.1.json"), data, 0o600))
+	store, err := artifact.Open(filepath.Join(s.dir, artifactsDir))
+	s.must(err)
+	_, err = installed.Open(s.dir, store).PutKernel(s.Context(), "linux-6.1", strings.NewReader("vmlinux"), strings.NewReader("modules"))
+	s.must(err)
 }
 
 // log makes a session whose command ran and is still running.
@@ -227,12 +246,12 @@ func TestSecrets(t *testing.T) {
 	if !r.Keys || r.Snapshots != 2 || len(r.LeftOut) != 0 {
 		t.Errorf("%+v", r)
 	}
-	for _, names := range [][]string{{"admin.key"}, {"token.key"}, {snapshotsDir, s.memory, describes}, {artifactsDir}} {
+	for _, names := range [][]string{{"admin.key"}, {"token.key"}, {snapshotsDir, s.memory, describes}, {artifactsDir, s.engine}} {
 		if has(plain, names...) || !has(full, names...) {
 			t.Errorf("%v: %v without keys, %v with them", names, has(plain, names...), has(full, names...))
 		}
 	}
-	if n, _ := filepath.Glob(filepath.Join(full, artifactsDir, "*", "*")); len(n) != 2 {
+	if n, _ := filepath.Glob(filepath.Join(full, artifactsDir, "*", "*")); len(n) != 2+4 {
 		t.Errorf("artifacts %v", n)
 	}
 	for _, dir := range []string{plain, full} {
@@ -248,6 +267,36 @@ func TestSecrets(t *testing.T) {
 		if _, err := Verify(t.Context(), dir); err != nil {
 			t.Error(err)
 		}
+	}
+}
+
+// TestFirecracker: what was installed is in a backup, and what of it is damaged or
+// gone is told.
+func TestFirecracker(t *testing.T) {
+	s := newState(t)
+	dir, r := s.backup(false)
+	store, err := artifact.Open(filepath.Join(dir, artifactsDir))
+	s.must(err)
+	copied := installed.Open(dir, store)
+	if sel, err := copied.Selection(); err != nil || sel.Kernel != "linux-6.1" {
+		t.Errorf("%+v, %v", sel, err)
+	}
+	if kernels, err := copied.Kernels(); err != nil || len(kernels) != 1 {
+		t.Errorf("%+v, %v", kernels, err)
+	}
+	for _, hash := range []string{s.pair.Firecracker, s.pair.Jailer} {
+		if !has(dir, artifactsDir, hash, "tool") {
+			t.Errorf("%s is not in it", hash)
+		}
+	}
+	if _, ok := r.Missing["firecracker"]; ok {
+		t.Errorf("%v", r.Missing)
+	}
+	s.must(os.WriteFile(filepath.Join(s.dir, "firecracker", "kernels", "other.json"), []byte("{"), 0o600))
+	s.must(os.RemoveAll(filepath.Join(s.dir, artifactsDir, s.pair.Jailer)))
+	dir, r = s.backup(false)
+	if r.Missing["firecracker"] == "" || r.Missing["artifact "+s.pair.Jailer] == "" || !has(dir, "firecracker", "versions", "1.15.1.json") {
+		t.Errorf("%v", r.Missing)
 	}
 }
 

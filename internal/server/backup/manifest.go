@@ -49,8 +49,8 @@ type Report struct {
 
 	// LeftOut are memory snapshots, which hold keys.
 	LeftOut []string `json:"left_out"`
-	// Missing are templates and snapshots that rows name and whose files are not
-	// whole on this host, and why.
+	// Missing are templates and snapshots that rows name, engines that snapshots
+	// need, and what was installed, whose files are not whole on this host, and why.
 	Missing map[string]string `json:"missing"`
 }
 

@@ -17,6 +17,7 @@ import (
 	"syscall"
 
 	"cloche.dev/cloche/internal/node/artifact"
+	"cloche.dev/cloche/internal/node/driver/firecracker/installed"
 	"cloche.dev/cloche/internal/node/snapshot"
 	"cloche.dev/cloche/internal/sandbox"
 	"cloche.dev/cloche/internal/sys"
@@ -170,7 +171,8 @@ func (w *writer) template(name string) error {
 	return w.keep(filepath.Join(dir, imageName), m.Image.SHA256)
 }
 
-// snapshots brings the files of the snapshots that are complete.
+// snapshots brings the files of the snapshots that are complete, and the engines
+// and agents that those of memory need.
 func (w *writer) snapshots(now rows, r *Report) error {
 	store, err := snapshot.Open(filepath.Join(w.from, snapshotsDir))
 	if err != nil {
@@ -223,10 +225,11 @@ func (w *writer) snapshot(store *snapshot.Store, id string) (*snapshot.Manifest,
 	return m, w.copy(filepath.Join(dir, describes))
 }
 
-// artifacts brings the engines and agents that memory snapshots need.
+// artifacts brings those needed, and what was installed for Firecracker: no
+// build of Cloche has that inside.
 func (w *writer) artifacts(needed map[string]bool, r *Report) error {
-	if len(needed) == 0 {
-		return nil
+	if err := w.installed(needed, r); err != nil {
+		return err
 	}
 	store, err := artifact.Open(filepath.Join(w.from, artifactsDir))
 	if err != nil {
@@ -236,9 +239,14 @@ func (w *writer) artifacts(needed map[string]bool, r *Report) error {
 	if err != nil {
 		return err
 	}
+	there := map[string]bool{"": true} // some need no engine
 	for _, a := range all {
+		there[a.Hash] = true
+		if !needed[a.Hash] {
+			continue
+		}
 		rel := filepath.Join(artifactsDir, a.Hash, a.Name)
-		if _, ok := w.files[rel]; ok || !needed[a.Hash] {
+		if _, ok := w.files[rel]; ok {
 			continue
 		}
 		if err := w.dir(filepath.Dir(rel)); err != nil {
@@ -249,6 +257,42 @@ func (w *writer) artifacts(needed map[string]bool, r *Report) error {
 				return err
 			}
 		}
+	}
+	for hash := range needed {
+		if !there[hash] {
+			r.Missing["artifact "+hash] = "it has no file on this host"
+		}
+	}
+	return nil
+}
+
+// installed brings the records of what was installed for Firecracker, and notes
+// what they need. Those of the copy count: one may be replaced at any time.
+func (w *writer) installed(needed map[string]bool, r *Report) error {
+	records, _, err := installed.Open(w.from, nil).Inventory()
+	if sandbox.IsClass(err, sandbox.FailedPrecondition) {
+		r.Missing["firecracker"], err = err.Error(), nil // but for what is damaged
+	}
+	if err != nil {
+		return err
+	}
+	for _, rel := range records {
+		if _, ok := w.files[rel]; ok {
+			continue
+		}
+		if err := w.dir(filepath.Dir(rel)); err != nil {
+			return err
+		}
+		if err := w.copy(rel); err != nil {
+			return err
+		}
+	}
+	_, artifacts, err := installed.Open(w.to, nil).Inventory()
+	if err != nil {
+		return err
+	}
+	for _, hash := range artifacts {
+		needed[hash] = true
 	}
 	return nil
 }

@@ -144,6 +144,33 @@ func (s *Store) Kernels() ([]ListedKernel, error) {
 	return out, nil
 }
 
+// Inventory returns the paths of all records, below the state directory, and the
+// hashes of the artifacts that they name: what a copy of that directory must have
+// of both to go on as this one. A damaged record is an error that comes with the
+// others.
+func (s *Store) Inventory() (records, artifacts []string, err error) {
+	pairs, records, err := readAll[PairRecord](s.pairDir())
+	for _, p := range pairs {
+		artifacts = append(artifacts, p.Firecracker, p.Jailer)
+	}
+	kernels, files, kerr := readAll[KernelRecord](s.kernelDir())
+	for _, k := range kernels {
+		artifacts = append(artifacts, k.Vmlinux)
+		if k.Modules != "" {
+			artifacts = append(artifacts, k.Modules)
+		}
+	}
+	records = append(records, files...)
+	if _, serr := os.Lstat(s.currentFile()); serr == nil {
+		records = append(records, s.currentFile())
+	}
+	for i, r := range records {
+		rel, rerr := filepath.Rel(s.state, r)
+		records[i], err = rel, errors.Join(err, rerr)
+	}
+	return records, artifacts, errors.Join(err, kerr)
+}
+
 // readAll reads all records in a directory and returns their files too. A
 // damaged one is an error that comes with the others.
 func readAll[R interface{ check() error }](dir string) (all []R, files []string, err error) {

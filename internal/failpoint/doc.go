@@ -5,9 +5,10 @@
 // every other build Hit and Skip do nothing and the compiler drops them.
 //
 // A name is ROOM.STEP, a step lies between two effects that a crash could tear
-// apart, and every name is hit at least once by the chaos suite. Whoever has
-// such steps calls it: internal/node and its rooms, internal/control,
-// internal/store, internal/server.
+// apart, and every name is hit at least once by the chaos suite; the Firecracker
+// driver's, which are made of its steps, by the nested run (test/nested/life).
+// Whoever has such steps calls it: internal/node and its rooms,
+// internal/control, internal/store, internal/server.
 package failpoint
 
 // The environment of a build with the tag.

@@ -37,7 +37,7 @@ var rooms = []room{
 	{"internal/node/driver/gvisor/enginerpc", []string{"internal/sys"}},
 	{"internal/node/driver/firecracker", []string{
 		"internal/node/driver", "internal/node/driver/firecracker/installed", "internal/node/driver/firecracker/jail", "internal/node/driver/firecracker/kernel",
-		"internal/node/driver/firecracker/vmm", "internal/guestapi", "internal/node/cgroup", "internal/sys",
+		"internal/node/driver/firecracker/vmm", "internal/guestapi", "internal/node/cgroup", "internal/sys", "internal/failpoint",
 	}},
 	{"internal/node/driver/firecracker/jail", []string{"internal/node/cgroup", "internal/sys"}},
 	{"internal/node/driver/firecracker/kernel", nil},

@@ -19,6 +19,7 @@ type Suite struct {
 	Run         string // a -test.run
 	Skip        string // a -test.skip
 	Whole       bool   // it needs cloche itself, as it was built, and the kernel's package
+	Faults      bool   // it needs that cloche which can be killed at its failpoints
 	MemoryMiB   int    // of L1; 0 is L1's default
 	Files       Tree   // in L1, beside what is in every one
 	Env         []string
@@ -45,7 +46,16 @@ const batch = 12
 var smoke = Suite{Name: "smoke", Package: module + "test/nested/smoke", Firecracker: true, Run: ".", Time: 10 * time.Minute}
 
 // life is the whole of Cloche, as it was built.
-var life = Suite{Name: "life", Package: module + "test/nested/life", Firecracker: true, Whole: true, Run: ".", MemoryMiB: 4096, Time: 20 * time.Minute}
+var life = Suite{
+	Name: "life", Package: module + "test/nested/life", Part: "one life", Firecracker: true, Whole: true, Run: "^TestFirecrackerServes$", MemoryMiB: 4096,
+	Time: 20 * time.Minute,
+}
+
+// killed is the daemon, killed at each of its steps.
+var killed = Suite{
+	Name: "killed", Package: module + "test/nested/life", Part: "killed at each step", Firecracker: true, Faults: true, Run: "^TestFirecrackerKilled$", MemoryMiB: 4096,
+	Env: []string{"CLOCHE_TEST_FAULTS=1"}, Time: time.Hour,
+}
 
 // boot is what /init does of its own, from a bad disk to a kernel's panic.
 var boot = Suite{Name: "boot", Package: module + "internal/guest/boot", Firecracker: true, Run: "Firecracker", Time: 15 * time.Minute}
@@ -55,7 +65,7 @@ func All() []Suite {
 	return slices.Concat(
 		[]Suite{smoke, boot},
 		batches("firecracker", firecracker, "^TestConformance$/^firecracker$", contract()),
-		[]Suite{life, {
+		[]Suite{life, killed, {
 			Name: "firecracker-own", Package: firecracker, Part: "its own tests", Firecracker: true, Run: ".",
 			Skip: "^(TestConformance|TestBrokenDrivers|" + longTests + ")$", Time: time.Hour,
 		}, {

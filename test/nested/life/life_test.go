@@ -1,6 +1,6 @@
-// Package life runs the whole of Cloche in L1: the built binary installs a real
-// Firecracker and a kernel, serves, and takes one sandbox through its life. It
-// has one test only, which skips outside of L1.
+// Package life runs the whole of Cloche in L1, with a real Firecracker: as it was
+// built, through one sandbox's life, and the build that can be killed at its
+// failpoints. Its tests skip outside of L1.
 package life
 
 import (
@@ -9,6 +9,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"io"
 	"net/http"
 	"os"
@@ -32,22 +33,45 @@ type host struct {
 	ctx context.Context
 }
 
-// cloche runs the command line and returns what it prints.
-func (h *host) cloche(args ...string) string {
-	h.t.Helper()
+// newHost is an L1 for one test, which is skipped where there is none.
+func newHost(t *testing.T, patience time.Duration) *host {
+	t.Helper()
+	if os.Getenv("CLOCHE_NESTED") == "" {
+		t.Skip("SKIP: this is not L1: run `make e2e-firecracker`")
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	t.Cleanup(cancel)
+	h := &host{t: t, dir: t.TempDir(), ctx: ctx}
+	h.cloche("firecracker", "install", "--allow-vulnerable", "--firecracker", nested.Prebuilt+"/firecracker", "--jailer", nested.Prebuilt+"/jailer")
+	return h
+}
+
+// try runs the command line and returns what it prints.
+func (h *host) try(args ...string) (string, error) {
 	began := time.Now()
 	cmd := exec.CommandContext(h.ctx, filepath.Join(nested.Prebuilt, "cloche"), append([]string{"--state-dir", h.state(), "--url", url, "-q"}, args...)...)
 	var errs bytes.Buffer
 	cmd.Stderr = &errs
 	out, err := cmd.Output()
 	if err != nil {
-		h.t.Fatalf("cloche %q: %v: %s%s", args, err, out, errs.Bytes())
+		return "", fmt.Errorf("cloche %q: %w: %s%s", args, err, out, errs.Bytes())
 	}
 	h.t.Logf("%v: cloche %s", time.Since(began).Round(10*time.Millisecond), strings.Join(args[:min(len(args), 4)], " "))
-	return strings.TrimSpace(string(out))
+	return strings.TrimSpace(string(out)), nil
+}
+
+// cloche is try of what must succeed.
+func (h *host) cloche(args ...string) string {
+	h.t.Helper()
+	out, err := h.try(args...)
+	if err != nil {
+		h.t.Fatal(err)
+	}
+	return out
 }
 
 func (h *host) state() string { return filepath.Join(h.dir, "state") }
+func (h *host) run() string   { return filepath.Join(h.dir, "run") }
 
 // sh runs a line in a sandbox.
 func (h *host) sh(id, line string) string {
@@ -55,27 +79,59 @@ func (h *host) sh(id, line string) string {
 	return h.cloche("exec", id, "--", "/bin/sh", "-c", line)
 }
 
-// serve starts the daemon; the function that it returns ends it.
-func (h *host) serve() (stop func()) {
+// count is where the loop stands that begin began in a sandbox.
+func (h *host) count(id string) int {
 	h.t.Helper()
-	log, err := os.Create(filepath.Join(h.dir, "log"))
+	n, err := strconv.Atoi(h.sh(id, "cat /tmp/n"))
+	if err != nil {
+		h.t.Errorf("the counter: %v", err)
+	}
+	return n
+}
+
+// begin begins a loop that counts.
+func (h *host) begin(id string) {
+	h.sh(id, "(i=0; while :; do i=$((i+1)); echo $i >/tmp/n.new && mv /tmp/n.new /tmp/n; done) >/dev/null 2>&1 & sleep 1; true")
+}
+
+// vms lists the processes of all VMMs.
+func (h *host) vms() []string {
+	out, err := exec.Command("pidof", "firecracker").Output()
+	if err != nil {
+		return nil
+	}
+	return strings.Fields(string(out))
+}
+
+// daemon is one that runs.
+type daemon struct {
+	h     *host
+	cmd   *exec.Cmd
+	ended chan struct{} // closed when it has
+	err   error         // how, after that
+}
+
+// serve starts a daemon and waits until it is ready. All of a host write one log.
+func (h *host) serve(env ...string) *daemon {
+	h.t.Helper()
+	log, err := os.OpenFile(filepath.Join(h.dir, "log"), os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
 	if err != nil {
 		h.t.Fatal(err)
 	}
-	cmd := exec.Command(filepath.Join(nested.Prebuilt, "cloche"), "serve", "--state-dir", h.state(), "--run-dir", filepath.Join(h.dir, "run"),
+	defer log.Close()
+	cmd := exec.Command(filepath.Join(nested.Prebuilt, "cloche"), "serve", "--state-dir", h.state(), "--run-dir", h.run(),
 		"--driver", "firecracker", "--allow-vulnerable", "1.12.1", "--disk-floor", "16", "--memory-overcommit", "0", "--log-format", "text")
 	cmd.Stdout, cmd.Stderr = log, log
+	cmd.Env = append(os.Environ(), env...)
 	if err := cmd.Start(); err != nil {
 		h.t.Fatal(err)
 	}
-	ended := make(chan error, 1)
-	go func() { ended <- cmd.Wait() }()
-	h.t.Cleanup(func() {
-		_ = cmd.Process.Kill() // unless it has ended
-		if said, err := os.ReadFile(log.Name()); err == nil && h.t.Failed() {
-			h.t.Logf("the daemon said: %s", said)
-		}
-	})
+	d := &daemon{h: h, cmd: cmd, ended: make(chan struct{})}
+	go func() {
+		d.err = cmd.Wait()
+		close(d.ended)
+	}()
+	h.t.Cleanup(func() { _ = cmd.Process.Kill() }) // unless it has ended
 	for {
 		if resp, err := http.Get(url + "/healthz"); err == nil { //nolint:noctx // it answers at once or not at all
 			_ = resp.Body.Close()
@@ -84,18 +140,29 @@ func (h *host) serve() (stop func()) {
 			}
 		}
 		select {
-		case err := <-ended:
-			h.t.Fatalf("the daemon ended: %v", err)
+		case <-d.ended:
+			h.t.Fatalf("the daemon ended: %v", d.err)
 		case <-h.ctx.Done():
 			h.t.Fatal("the daemon is not ready")
 		case <-time.After(100 * time.Millisecond):
 		}
 	}
-	return func() {
-		_ = cmd.Process.Signal(syscall.SIGTERM)
-		if err := <-ended; err != nil {
-			h.t.Errorf("the daemon ended with %v", err)
-		}
+	return d
+}
+
+// stop ends a daemon as an administrator does.
+func (d *daemon) stop() {
+	d.h.t.Helper()
+	_ = d.cmd.Process.Signal(syscall.SIGTERM)
+	if <-d.ended; d.err != nil {
+		d.h.t.Errorf("the daemon ended with %v", d.err)
+	}
+}
+
+// tellLog shows what the daemons said, if the test has failed.
+func (h *host) tellLog() {
+	if said, err := os.ReadFile(filepath.Join(h.dir, "log")); err == nil && h.t.Failed() {
+		h.t.Logf("the daemons said: %s", said)
 	}
 }
 
@@ -126,23 +193,18 @@ func rootfs(t *testing.T) string {
 
 // TestFirecrackerServes takes a sandbox through its life.
 func TestFirecrackerServes(t *testing.T) {
-	if os.Getenv("CLOCHE_NESTED") == "" {
-		t.Skip("SKIP: this is not L1: run `make e2e-firecracker`")
-	}
-	ctx, cancel := context.WithTimeout(t.Context(), 15*time.Minute)
-	defer cancel()
-	h := &host{t: t, dir: t.TempDir(), ctx: ctx}
-	h.cloche("firecracker", "install", "--allow-vulnerable", "--firecracker", nested.Prebuilt+"/firecracker", "--jailer", nested.Prebuilt+"/jailer")
-	install := []string{"kernel", "install"}
 	debs, err := filepath.Glob(nested.Prebuilt + "/kernel-*.deb")
 	if err != nil || len(debs) == 0 {
-		t.Fatalf("the kernel's packages: %v, %v", debs, err)
+		t.Skip("SKIP: there is no kernel's package here: run `make e2e-firecracker`")
 	}
+	h := newHost(t, 15*time.Minute)
+	defer h.tellLog()
+	install := []string{"kernel", "install"}
 	for _, deb := range debs {
 		install = append(install, "--package", deb)
 	}
 	h.cloche(install...)
-	stop := h.serve()
+	d := h.serve()
 	h.cloche("template", "build", "box", "--tar", rootfs(t))
 	id := h.cloche("create", "box", "--memory", "192MiB", "--disk", "64MiB", "--cpu", "1")
 	var seen struct {
@@ -154,20 +216,12 @@ func TestFirecrackerServes(t *testing.T) {
 	if said := h.sh(id, "echo $((6 * 7))"); said != "42" {
 		t.Errorf("it says %q", said)
 	}
-	h.sh(id, "head -c 1000000 /dev/urandom >/root/file; (i=0; while :; do i=$((i+1)); echo $i >/tmp/n.new && mv /tmp/n.new /tmp/n; done) >/dev/null 2>&1 & sleep 1; true")
-	hash := h.sh(id, "sha256sum /root/file")
-	count := func(id string) int {
-		t.Helper()
-		n, err := strconv.Atoi(h.sh(id, "cat /tmp/n"))
-		if err != nil {
-			t.Errorf("the counter: %v", err)
-		}
-		return n
-	}
-	before := count(id)
+	h.begin(id)
+	hash := h.sh(id, "head -c 1000000 /dev/urandom >/root/file; sha256sum /root/file")
+	before := h.count(id)
 	h.cloche("suspend", id)
 	h.cloche("restore", id)
-	if after := count(id); after <= before {
+	if after := h.count(id); after <= before {
 		t.Errorf("the counter was %d before, and is %d after", before, after)
 	}
 	names := map[string]bool{}
@@ -175,7 +229,7 @@ func TestFirecrackerServes(t *testing.T) {
 		if now := h.sh(child, "sha256sum /root/file"); now != hash {
 			t.Errorf("the file of %s is %s, and was %s", child, now, hash)
 		}
-		if n := count(child); n <= before {
+		if n := h.count(child); n <= before {
 			t.Errorf("the counter of %s is %d, and was %d", child, n, before)
 		}
 		names[h.sh(child, "hostname")+h.sh(child, "head -c 16 /dev/urandom | sha256sum")] = true
@@ -187,8 +241,8 @@ func TestFirecrackerServes(t *testing.T) {
 	if left := h.cloche("ls"); strings.Contains(left, "sbx_") {
 		t.Errorf("left are %s", left)
 	}
-	stop()
-	if vms, err := exec.Command("pidof", "firecracker").Output(); err == nil {
-		t.Errorf("VMMs are left: %s", vms)
+	d.stop()
+	if vms := h.vms(); len(vms) > 0 {
+		t.Errorf("VMMs are left: %v", vms)
 	}
 }

@@ -27,6 +27,7 @@ import (
 	"syscall"
 	"time"
 
+	"cloche.dev/cloche/internal/node/driver/drivertest"
 	"cloche.dev/cloche/test/nested"
 )
 
@@ -129,18 +130,22 @@ func (r *runner) choose() []nested.Suite {
 	}
 	only := regexp.MustCompile("^(?:" + r.o.only + ")")
 	var chosen []nested.Suite
-	seen := map[string]bool{}
+	type tests struct {
+		pkg    string
+		faults bool
+	}
+	seen := map[tests]bool{}
 	for _, s := range suites {
 		if !only.MatchString(s.Name) || !r.o.gvisor && !s.Firecracker {
 			continue
 		}
 		if r.o.run != "" {
-			if seen[s.Package] {
+			if seen[tests{s.Package, s.Faults}] {
 				continue // it is one suite: the parts differ in what they run
 			}
 			s.Part, s.Run, s.Skip = "", r.o.run, ""
 		}
-		seen[s.Package] = true
+		seen[tests{s.Package, s.Faults}] = true
 		chosen = append(chosen, s)
 	}
 	return chosen
@@ -201,6 +206,9 @@ func (r *runner) prepare(ctx context.Context, suites []nested.Suite) ([]nested.S
 			err = errors.Join(err, build(ctx, s, r.binary(s)))
 		}
 		built[s.Package] = true
+		if s.Faults {
+			err = errors.Join(err, drivertest.Build(r.faults(), "cmd/cloche", "clochefaults"))
+		}
 	}
 	return suites, err
 }
@@ -229,6 +237,9 @@ func (r *runner) skip(suites []nested.Suite, err error) ([]nested.Suite, error) 
 	}
 	return nil, nil
 }
+
+// faults is where the build of cloche is that can be killed at its failpoints.
+func (r *runner) faults() string { return filepath.Join(r.o.cache, "cloche-faults") }
 
 // binary is where the tests of the suite's package are built.
 func (r *runner) binary(s nested.Suite) string {

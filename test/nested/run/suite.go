@@ -125,6 +125,9 @@ func (r *runner) attempt(ctx context.Context, s nested.Suite, name string) (pass
 			files[fmt.Sprintf("%s/kernel-%d.deb", nested.Prebuilt, i)] = nested.Node{Host: deb}
 		}
 	}
+	if s.Faults {
+		files[nested.Prebuilt+"/cloche"] = nested.Node{Mode: 0o755, Host: r.faults()}
+	}
 	test := "/tests/" + filepath.Base(r.binary(s))
 	files[test] = nested.Node{Mode: 0o755, Host: r.binary(s)}
 	l := &nested.L1{

@@ -12,6 +12,7 @@ import (
 	"slices"
 	"sync"
 
+	"cloche.dev/cloche/internal/failpoint"
 	"cloche.dev/cloche/internal/node/cgroup"
 	"cloche.dev/cloche/internal/node/driver"
 	"cloche.dev/cloche/internal/node/driver/firecracker/installed"
@@ -86,6 +87,7 @@ type hooks struct {
 }
 
 func (d *Driver) at(step string) {
+	failpoint.Hit("firecracker." + step)
 	if d.test.at != nil {
 		d.test.at(step)
 	}

@@ -51,8 +51,9 @@ const (
 func (h *host) newEgress(o Options, networks *netns.Manager) (err error) {
 	e := o.Egress
 	if len(e.Resolvers) == 0 {
+		// A host without one can do all but look names up.
 		if e.Resolvers, err = resolve.HostServers("/etc/resolv.conf"); err != nil {
-			return err
+			o.Log.Warn("sandboxes can reach nothing by name", "err", err, "what_to_do", "name the servers with --egress-resolver, or mend resolv.conf and restart")
 		}
 	}
 	h.egress, err = egress.New(egress.Options{

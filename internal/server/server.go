@@ -177,8 +177,8 @@ type host struct {
 	handler  http.Handler
 }
 
-func assemble(ctx context.Context, o Options) (h *host, err error) {
-	h = &host{}
+func assemble(ctx context.Context, o Options) (_ *host, err error) {
+	h := &host{}
 	defer func() {
 		if err != nil {
 			h.close(o.Log)

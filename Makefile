@@ -75,7 +75,8 @@ drivertest: build dist/testreport ## hold the gVisor driver to the named contrac
 
 .PHONY: e2e
 e2e: build dist/testreport ## drive the built binary as a user would, over HTTP and by CLI
-	@$(REPORT) -v -suite e2e -out dist/test/e2e.json -- $(GOTEST) -count=1 -timeout 30m $(RUNFLAG) ./test/e2e/...
+	@programs=$$(go run ./test/nested/run -programs)
+	env $$programs $(REPORT) -v -suite e2e -out dist/test/e2e.json -- $(GOTEST) -count=1 -timeout 30m $(RUNFLAG) ./test/e2e/...
 
 .PHONY: e2e-firecracker
 e2e-firecracker: build dist/testreport ## run the drivers on a real Firecracker and on cgroup v2, in a machine under QEMU (PART=ci, RUN, GVISOR=0)

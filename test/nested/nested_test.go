@@ -152,6 +152,9 @@ func TestChoice(t *testing.T) {
 		if s.Time == 0 || s.Name == "" || s.Run == "" {
 			t.Errorf("incomplete: %+v", s)
 		}
+		if args := s.Args("t"); !slices.Contains(args, "-test.run="+s.Run) || !slices.Contains(args, "-test.skip="+s.Skip) {
+			t.Errorf("%s runs %q", s.Name, args)
+		}
 		names[s.Title()] = true
 	}
 	if len(names) < len(All()) {

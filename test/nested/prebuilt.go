@@ -18,7 +18,7 @@ const Prebuilt = "/prebuilt"
 // Prebuild fills a new directory with these files:
 //
 //	firecracker jailer      the VMM, where firecracker is given
-//	vmlinux modules         the guest's kernel and the archive of its modules
+//	vmlinux modules         the guest's kernel and, if it has any, the archive of its modules
 //	guest guest-faults      cmd/cloche-guest, and the one that can be broken
 //	image.erofs inside      drivertest's image, and the program in it
 //	cloche-gvisor           the gVisor engine
@@ -43,8 +43,10 @@ func Prebuild(dir, firecracker string, k *Kernel) error {
 		os.RemoveAll(made),
 		drivertest.Build(filepath.Join(dir, "cloche-gvisor"), "cmd/cloche-gvisor", ""),
 		drivertest.Build(filepath.Join(dir, "gvisor-guest"), "internal/node/driver/gvisor/testdata/guest", ""),
-		copyFile(k.Vmlinux, filepath.Join(dir, "vmlinux"), 0o644),
-		copyFile(k.Modules, filepath.Join(dir, "modules"), 0o644))
+		copyFile(k.Vmlinux, filepath.Join(dir, "vmlinux"), 0o644))
+	if k.Modules != "" {
+		err = errors.Join(err, copyFile(k.Modules, filepath.Join(dir, "modules"), 0o644))
+	}
 	if firecracker != "" {
 		for _, name := range []string{"firecracker", "jailer"} {
 			err = errors.Join(err, copyFile(filepath.Join(firecracker, name), filepath.Join(dir, name), 0o755))

@@ -133,6 +133,15 @@ func batches(name, pkg, parent string, names []string) (suites []Suite) {
 	return suites
 }
 
+// Args is the command line of the suite's tests, whose program test is. They print
+// the lines of -v, those of subtests as they end and not after the test above
+// them, each with a mark before it.
+func (s Suite) Args(test string) []string {
+	return []string{
+		test, "-test.v=test2json", "-test.count=1", "-test.timeout=" + s.Time.String(), "-test.run=" + s.Run, "-test.skip=" + s.Skip,
+	}
+}
+
 // Title is the package as reports name it.
 func (s Suite) Title() string {
 	if s.Part == "" {

@@ -38,9 +38,9 @@ const (
 )
 
 type options struct {
-	part, run, only, cache, program string
-	gvisor, json                    bool
-	parallel                        int
+	part, run, only, cache, program, vmlinux string
+	gvisor, json                             bool
+	parallel                                 int
 }
 
 func main() {
@@ -52,6 +52,7 @@ func main() {
 	flag.BoolVar(&o.json, "json", false, "print the events of go test -json instead of lines")
 	flag.StringVar(&o.cache, "cache", "dist/nested", "`directory` of downloads, builds and logs")
 	flag.StringVar(&o.program, "cloche", "bin/cloche", "the built `program`, for the suite that runs it whole")
+	flag.StringVar(&o.vmlinux, "vmlinux", "", "a kernel `image` with all built in that a guest needs, which guests boot in place of the distribution's")
 	flag.IntVar(&o.parallel, "parallel", min(2, runtime.NumCPU()), "how many L1 run at a time")
 	only := flag.Bool("programs", false, "only get the real Firecracker and a kernel, and print the environment of tests that use them on this host")
 	flag.Parse()
@@ -189,8 +190,11 @@ func (r *runner) prepare(ctx context.Context, suites []nested.Suite) ([]nested.S
 		}
 		suites, firecracker = rest, ""
 	}
-	prebuilt := filepath.Join(r.o.cache, "prebuilt")
-	if err := nested.Prebuild(prebuilt, firecracker, r.kernel); err != nil {
+	prebuilt, guests := filepath.Join(r.o.cache, "prebuilt"), *r.kernel
+	if r.o.vmlinux != "" {
+		guests.Vmlinux, guests.Modules = r.o.vmlinux, ""
+	}
+	if err := nested.Prebuild(prebuilt, firecracker, &guests); err != nil {
 		return nil, err
 	}
 	r.debs = debs

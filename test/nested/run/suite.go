@@ -135,9 +135,7 @@ func (r *runner) attempt(ctx context.Context, s nested.Suite, name string) (pass
 		Dir: filepath.Join(r.o.cache, "log"),
 	}
 	job := nested.Job{
-		// The lines of -v, those of subtests as they end and not after the test
-		// above them, each with a mark before it.
-		Name: name, Args: []string{test, "-test.v=test2json", "-test.count=1", "-test.timeout=" + s.Time.String(), "-test.run=" + s.Run},
+		Name: name, Args: s.Args(test),
 		Env: append([]string{"CLOCHE_NESTED=1", "CLOCHE_TEST_PREBUILT=" + nested.Prebuilt}, s.Env...), Time: s.Time + time.Minute,
 	}
 	if !r.o.json {

@@ -1,6 +1,7 @@
 package life
 
 import (
+	"context"
 	"os"
 	"path/filepath"
 	"slices"
@@ -8,6 +9,8 @@ import (
 	"testing"
 	"time"
 
+	"cloche.dev/cloche/api"
+	"cloche.dev/cloche/client"
 	"cloche.dev/cloche/internal/failpoint"
 	"cloche.dev/cloche/internal/node/artifact"
 	"cloche.dev/cloche/internal/node/driver/drivertest"
@@ -38,17 +41,71 @@ func (h *host) putKernel() {
 	}
 }
 
-// steps returns the failpoints that a daemon passes while it does what the
-// command line is asked for, in the order in which they come first, and what
-// that prints.
-func (h *host) steps(args ...string) (steps []string, out string) {
+// request is what a program asks of a daemon and waits for. It returns the id of
+// what came of it.
+type request struct {
+	name string
+	do   func(ctx context.Context, c *client.Client) (id string, err error)
+}
+
+// create asks for a sandbox.
+var create = request{"create", func(ctx context.Context, c *client.Client) (string, error) {
+	s, err := c.CreateAndWait(ctx, api.CreateSandboxRequest{
+		Template: "box", Resources: api.ResourcesRequest{MemoryMib: 128, DiskMib: 32, MilliCpu: 1000},
+	}, nil)
+	return s.Id, err
+}}
+
+// snapshotOf asks for a memory snapshot.
+func snapshotOf(id string) request {
+	return request{"snapshot", func(ctx context.Context, c *client.Client) (string, error) {
+		a, err := c.TakeSnapshot(ctx, id, api.SnapshotRequest{})
+		if err == nil {
+			_, err = c.Wait(ctx, a.Operation.Id, nil)
+		}
+		return a.Snapshot.Id, err
+	}}
+}
+
+// verb asks for one of a sandbox's verbs.
+func verb(name, id string, ask func(*client.Client, context.Context, string) (api.AcceptedSandbox, error)) request {
+	return request{name, func(ctx context.Context, c *client.Client) (string, error) {
+		a, err := ask(c, ctx, id)
+		if err == nil {
+			_, err = c.Wait(ctx, a.Operation.Id, nil)
+		}
+		return id, err
+	}}
+}
+
+// client reaches whatever daemon there is, and waits for one as long as starting
+// it takes in here.
+func (h *host) client() *client.Client {
+	h.t.Helper()
+	key, err := os.ReadFile(filepath.Join(h.state(), "admin.key"))
+	if err != nil {
+		h.t.Fatal(err)
+	}
+	c, err := client.New(client.Options{URL: url, Key: strings.TrimSpace(string(key)), Retry: 2 * time.Minute})
+	if err != nil {
+		h.t.Fatal(err)
+	}
+	return c
+}
+
+// steps returns the failpoints that a daemon passes while it does what it is asked
+// for, in the order in which they come first, and what came of that.
+func (h *host) steps(r request) (steps []string, id string) {
 	h.t.Helper()
 	file := filepath.Join(h.dir, "hits")
 	d := h.serve(failpoint.EnvHits + "=" + file)
 	if err := os.WriteFile(file, nil, 0o600); err != nil {
 		h.t.Fatal(err)
 	}
-	out = h.cloche(args...)
+	id, err := r.do(h.ctx, h.client())
+	if err != nil {
+		h.t.Fatal(err)
+	}
 	data, err := os.ReadFile(file)
 	if err != nil {
 		h.t.Fatal(err)
@@ -59,8 +116,11 @@ func (h *host) steps(args ...string) (steps []string, out string) {
 			steps = append(steps, step)
 		}
 	}
-	h.t.Logf("%s passes %d steps: %v", args[0], len(steps), steps)
-	return steps, out
+	h.t.Logf("%s passes %d steps: %v", r.name, len(steps), steps)
+	if len(steps) == 0 {
+		h.t.Fatal("no daemon with failpoints runs here")
+	}
+	return steps, id
 }
 
 // met bounds the wait for a step that comes after the answer.
@@ -68,24 +128,22 @@ const met = 5 * time.Second
 
 // killed asks a daemon that kills itself at a step. Another one follows at once,
 // which goes on, and what was asked for must be done as if nothing had been.
-func (h *host) killed(step string, args ...string) (out string, next *daemon) {
+func (h *host) killed(step string, r request) (id string, next *daemon) {
 	h.t.Helper()
+	began := time.Now()
 	d := h.serve(failpoint.EnvKill + "=" + step)
-	type answer struct {
-		out string
-		err error
-	}
-	answered := make(chan answer, 1)
+	c, answered := h.client(), make(chan error, 1)
 	go func() {
-		out, err := h.try(args...)
-		answered <- answer{out, err}
+		var err error
+		id, err = r.do(h.ctx, c)
+		answered <- err
 	}()
-	var a answer
+	var err error
 	select {
 	case <-d.ended:
 		next = h.serve()
-		a = <-answered
-	case a = <-answered:
+		err = <-answered
+	case err = <-answered:
 		select {
 		case <-d.ended:
 		case <-time.After(met):
@@ -95,10 +153,11 @@ func (h *host) killed(step string, args ...string) (out string, next *daemon) {
 		}
 		next = h.serve()
 	}
-	if a.err != nil {
-		h.t.Errorf("killed at %s: %v", step, a.err)
+	if err != nil {
+		h.t.Fatalf("%s, killed at %s: %v", r.name, step, err)
 	}
-	return a.out, next
+	h.t.Logf("%s, killed at %s: done after %v", r.name, step, time.Since(began).Round(time.Second/10))
+	return id, next
 }
 
 // machines demands that there are n of them, soon.
@@ -150,10 +209,9 @@ func TestFirecrackerKilled(t *testing.T) {
 	h.cloche("template", "build", "box", "--tar", rootfs(t))
 	d.stop()
 
-	create := []string{"create", "box", "--memory", "128MiB", "--disk", "32MiB", "--cpu", "1"}
-	steps, id := h.steps(create...)
+	steps, id := h.steps(create)
 	for _, step := range steps {
-		id, d := h.killed(step, create...)
+		id, d := h.killed(step, create)
 		h.machines(step, 2)
 		if said := h.sh(id, "echo $((6 * 7))"); said != "42" {
 			t.Errorf("killed at %s: it says %q", step, said)
@@ -174,23 +232,24 @@ func TestFirecrackerKilled(t *testing.T) {
 		}
 		last = n
 	}
-	steps, _ = h.steps("snapshot", "create", id)
+	steps, _ = h.steps(snapshotOf(id))
 	for _, step := range steps {
-		snapshot, d := h.killed(step, "snapshot", "create", id)
+		snapshot, d := h.killed(step, snapshotOf(id))
 		h.machines(step, 1)
 		goesOn(step)
 		h.cloche("snapshot", "rm", snapshot)
 		d.stop()
 	}
-	suspend, _ := h.steps("suspend", id)
-	restore, _ := h.steps("restore", id)
-	for i := range max(len(suspend), len(restore)) {
-		step := suspend[min(i, len(suspend)-1)]
-		_, d := h.killed(step, "suspend", id)
+	suspend, restore := verb("suspend", id, (*client.Client).Suspend), verb("restore", id, (*client.Client).Restore)
+	down, _ := h.steps(suspend)
+	up, _ := h.steps(restore)
+	for i := range max(len(down), len(up)) {
+		step := down[min(i, len(down)-1)]
+		_, d := h.killed(step, suspend)
 		h.machines(step, 0)
 		d.stop()
-		step = restore[min(i, len(restore)-1)]
-		_, d = h.killed(step, "restore", id)
+		step = up[min(i, len(up)-1)]
+		_, d = h.killed(step, restore)
 		h.machines(step, 1)
 		goesOn(step)
 		d.stop()

@@ -41,7 +41,11 @@ func newHost(t *testing.T, patience time.Duration) *host {
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	t.Cleanup(cancel)
-	h := &host{t: t, dir: t.TempDir(), ctx: ctx}
+	dir, err := os.MkdirTemp("", "host-") // it goes with L1: what a failed test left mounted there can't be removed
+	if err != nil {
+		t.Fatal(err)
+	}
+	h := &host{t: t, dir: dir, ctx: ctx}
 	h.cloche("firecracker", "install", "--allow-vulnerable", "--firecracker", nested.Prebuilt+"/firecracker", "--jailer", nested.Prebuilt+"/jailer")
 	return h
 }
@@ -119,7 +123,8 @@ func (h *host) serve(env ...string) *daemon {
 		h.t.Fatal(err)
 	}
 	defer log.Close()
-	cmd := exec.Command(filepath.Join(nested.Prebuilt, "cloche"), "serve", "--state-dir", h.state(), "--run-dir", h.run(),
+	// Its files' modes are cut as by the unit that `cloche service install` writes.
+	cmd := exec.Command("/bin/sh", "-c", `umask 077; exec "$0" "$@"`, filepath.Join(nested.Prebuilt, "cloche"), "serve", "--state-dir", h.state(), "--run-dir", h.run(),
 		"--driver", "firecracker", "--allow-vulnerable", "1.12.1", "--disk-floor", "16", "--memory-overcommit", "0", "--log-format", "text")
 	cmd.Stdout, cmd.Stderr = log, log
 	cmd.Env = append(os.Environ(), env...)

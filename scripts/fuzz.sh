@@ -6,6 +6,6 @@ time=${1:-30s}
 git grep -lE '^func Fuzz[A-Z]' -- '*_test.go' | while read -r file; do
 	sed -nE 's/^func (Fuzz[A-Za-z0-9_]+)\(.*/\1/p' "$file" | while read -r target; do
 		printf '=== %s %s\n' "$(dirname "$file")" "$target"
-		go test -run '^$' -fuzz "^$target\$" -fuzztime "$time" "./$(dirname "$file")"
+		go test -run '^$' -fuzz "^$target\$" -fuzztime "$time" -fuzzminimizetime 1x "./$(dirname "$file")"
 	done
 done

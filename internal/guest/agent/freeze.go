@@ -25,7 +25,11 @@ const (
 	freezeTime = 5 * time.Second
 	// freezeLimit is the number of seconds after which a freeze ends whose host is
 	// gone. They are counted, since a machine that was paused finds its clock far ahead.
-	freezeLimit = 60
+	// The count goes on in whatever is made of the image, from the freeze on. So it is
+	// far above the minute that a host waits for a restored machine (HelloWait in
+	// internal/server), and the seconds before the snapshot: who comes late finds
+	// that nothing has run yet, or that the host has given the machine up.
+	freezeLimit = 180
 	// usersGroup holds every process but the guest's own, once they were frozen.
 	usersGroup = "cloche"
 )

@@ -63,6 +63,7 @@ func Run() error {
 // site is what differs between a machine and a test.
 type site struct {
 	cmdline        string        // the file with the kernel's command line
+	filesystems    string        // the file with those that the kernel has
 	template, disk string        // the names of the drives
 	within         time.Duration // in which the kernel finds them
 	files          uint64        // the most that a process may have open
@@ -70,7 +71,7 @@ type site struct {
 	kmsg           *os.File
 }
 
-var machine = &site{cmdline: "/proc/cmdline", template: "vda", disk: "vdb", within: drivesWithin, files: 1 << 20, report: tellHost}
+var machine = &site{cmdline: "/proc/cmdline", filesystems: "/proc/filesystems", template: "vda", disk: "vdb", within: drivesWithin, files: 1 << 20, report: tellHost}
 
 // boot returns only when it failed.
 func (s *site) boot() error {

@@ -33,6 +33,7 @@ const (
 // stage is a boot in namespaces.
 type stage struct {
 	Cmdline, Template, Disk string
+	Filesystems             string // "" leaves the kernel's
 	Modules                 map[string]string
 	Dir                     string // an empty one to stand in
 }
@@ -92,7 +93,7 @@ func onStage(text []byte) error {
 	if err != nil {
 		return err
 	}
-	files := map[string]string{"init": string(self), "cmdline": st.Cmdline}
+	files := map[string]string{"init": string(self), "cmdline": st.Cmdline, "filesystems": st.Filesystems}
 	for name, content := range st.Modules {
 		files["modules/"+name] = content
 	}
@@ -117,8 +118,11 @@ func onStage(text []byte) error {
 	}
 	// Only a machine's PID 1 is sure to be allowed to raise its own limit.
 	s := site{
-		cmdline: "/cmdline", template: st.Template, disk: st.Disk, within: 300 * time.Millisecond, report: printReport,
+		cmdline: "/cmdline", filesystems: machine.filesystems, template: st.Template, disk: st.Disk, within: 300 * time.Millisecond, report: printReport,
 		files: min(machine.files, lim.Max),
+	}
+	if st.Filesystems != "" {
+		s.filesystems = "/filesystems"
 	}
 	return s.boot()
 }

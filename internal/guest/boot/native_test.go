@@ -198,17 +198,47 @@ func checkMounts(t *testing.T, s *sight) {
 	}
 }
 
+const allKinds = "nodev\ttmpfs\n\text4\n\terofs\nnodev\toverlay\n"
+
 func TestNativeEmptyRoot(t *testing.T) {
 	needTools(t, "go")
 	b := order()
 	b.Root = guestapi.RootNone
-	o := perform(t, stage{Cmdline: cmdline(t, b), Template: "none", Disk: "none"})
+	o := perform(t, stage{Cmdline: cmdline(t, b), Template: "none", Disk: "none", Filesystems: allKinds})
 	if o.report != "ok" || o.seen == nil {
 		t.Fatalf("it said: %s", o.all)
 	}
 	checkSight(t, o.seen, ourFiles(t))
 	if !strings.HasPrefix(o.seen.Mounts["/"], "tmpfs rw") {
 		t.Errorf("the root is %s", o.seen.Mounts["/"])
+	}
+}
+
+// TestNativeNoFilesystem: a probe, which has no drives, finds a kernel that could
+// not mount them.
+func TestNativeNoFilesystem(t *testing.T) {
+	needTools(t, "go")
+	b := order()
+	b.Root = guestapi.RootNone
+	for lacks, list := range map[string]string{
+		"erofs": strings.Replace(allKinds, "\terofs\n", "", 1), "ext4": strings.Replace(allKinds, "ext4", "ext2", 1),
+		"overlay": strings.Replace(allKinds, "overlay", "overlayfs", 1), "erofs and no ext4 and no overlay": "nodev\ttmpfs\n",
+	} {
+		o := perform(t, stage{Cmdline: cmdline(t, b), Filesystems: list})
+		if want := "the kernel has no filesystem " + lacks + ", neither inside it nor among its modules"; !strings.HasPrefix(o.report, want) || o.seen != nil {
+			t.Errorf("without %s it said: %s", lacks, o.all)
+		}
+	}
+}
+
+func TestLacking(t *testing.T) {
+	for list, want := range map[string][]string{
+		allKinds: {}, "": {"erofs", "ext4", "overlay"}, "\n\n \nerofs": {"ext4", "overlay"}, "erofs\text4\toverlay": {"erofs", "ext4"},
+		"nodev\terofs2\n\text4x\nnodev\tmyoverlay\n": {"erofs", "ext4", "overlay"},
+	} {
+		if got := lacking(list); !slices.Equal(got, want) {
+			t.Errorf("%q lacks %q", list, got)
+		}
 	}
 }
 

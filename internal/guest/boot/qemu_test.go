@@ -209,11 +209,15 @@ func TestQEMUEmptyRoot(t *testing.T) {
 	v := needQEMU(t)
 	b := order()
 	b.Root = guestapi.RootNone
-	o := v.run(t, 128, v.own(t), b)
+	o := v.run(t, 128, v.own(t, "erofs", "overlay"), b)
 	if o.report != "ok" || o.seen == nil {
 		t.Fatalf("it said: %s", o.all)
 	}
 	checkSight(t, o.seen, "65536 1048576")
+	o = v.run(t, 128, v.own(t), b)
+	if !strings.HasPrefix(o.report, "the kernel has no filesystem erofs and no overlay,") || o.seen != nil {
+		t.Errorf("without modules it said: %s", o.all)
+	}
 }
 
 // TestQEMUFailures also shows that a machine which can't start ends.

@@ -5,7 +5,9 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
+	"strings"
 
 	"golang.org/x/sys/unix"
 
@@ -17,6 +19,13 @@ const (
 	lowerDir = "/lower"
 	diskDir  = "/disk"
 	rootDir  = "/root"
+)
+
+// The filesystems that a root of two drives is made of.
+const (
+	templateKind = "erofs"
+	diskKind     = "ext4"
+	rootKind     = "overlay"
 )
 
 const (
@@ -49,15 +58,15 @@ func (s *site) layRoot(order guestapi.Boot) error {
 		return err
 	}
 	if order.Root == guestapi.RootNone {
-		return emptyRoot(order)
+		return s.emptyRoot(order)
 	}
 	if err := waitForDrives(s.within, s.template, s.disk); err != nil {
 		return err
 	}
-	if err := mountDrive(s.template, "template", lowerDir, "erofs", unix.MS_RDONLY, ""); err != nil {
+	if err := mountDrive(s.template, "template", lowerDir, templateKind, unix.MS_RDONLY, ""); err != nil {
 		return err
 	}
-	if err := mountDrive(s.disk, "disk", diskDir, "ext4", 0, diskOptions); err != nil {
+	if err := mountDrive(s.disk, "disk", diskDir, diskKind, 0, diskOptions); err != nil {
 		return err
 	}
 	upper, work := filepath.Join(diskDir, "upper"), filepath.Join(diskDir, "work")
@@ -104,7 +113,7 @@ func mountOverlay(upper, work string) error {
 // mountWritable mounts the overlay. For want of room the kernel may mount it
 // read-only instead of failing.
 func mountWritable(options string) error {
-	if err := mountAt("overlay", rootDir, "overlay", 0, options); err != nil {
+	if err := mountAt("overlay", rootDir, rootKind, 0, options); err != nil {
 		return err
 	}
 	var st unix.Statfs_t
@@ -195,12 +204,32 @@ func realDir(path string) error {
 	return nil
 }
 
-// emptyRoot makes a root without drives, with what the agent expects.
-func emptyRoot(order guestapi.Boot) error {
+// emptyRoot makes a root without drives, with what the agent expects. It is how
+// a kernel is probed, so it refuses one that could not mount drives either.
+func (s *site) emptyRoot(order guestapi.Boot) error {
+	list, err := os.ReadFile(s.filesystems)
+	if err != nil {
+		return err
+	}
+	if lacks := lacking(string(list)); len(lacks) != 0 {
+		return fmt.Errorf("the kernel has no filesystem %s, neither inside it nor among its modules: a sandbox's root needs it", strings.Join(lacks, " and no "))
+	}
 	if err := mountAt("root", rootDir, "tmpfs", 0, "mode=755,"+share(order, 4)); err != nil {
 		return err
 	}
 	return errors.Join(os.Mkdir(rootDir+"/etc", 0o755), os.Mkdir(rootDir+"/root", 0o700), os.Mkdir(rootDir+"/tmp", 0o777|os.ModeSticky))
+}
+
+// lacking tells which of the filesystems that a sandbox needs are not in the
+// text of /proc/filesystems, which has one at the end of each line.
+func lacking(list string) []string {
+	var has []string
+	for line := range strings.Lines(list) {
+		if words := strings.Fields(line); len(words) != 0 {
+			has = append(has, words[len(words)-1])
+		}
+	}
+	return slices.DeleteFunc([]string{templateKind, diskKind, rootKind}, func(kind string) bool { return slices.Contains(has, kind) })
 }
 
 // enter frees the initramfs and makes the new root the only one.

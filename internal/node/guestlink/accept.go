@@ -3,6 +3,7 @@ package guestlink
 import (
 	"context"
 	"errors"
+	"log/slog"
 	"net"
 	"slices"
 	"time"
@@ -82,8 +83,10 @@ func (l *Link) admit(conn net.Conn) bool {
 }
 
 // settled takes conn out of the pending ones. False means that it was pushed
-// out or that the link is closed.
-func (l *Link) settled(conn net.Conn) bool {
+// out or that the link is closed. A control connection that may have its setup
+// becomes the one that is being set up. The one before it makes room: an agent
+// dials anew only when it has lost the connection before.
+func (l *Link) settled(conn net.Conn, setup bool) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	i := slices.Index(l.pending, conn)
@@ -91,7 +94,28 @@ func (l *Link) settled(conn net.Conn) bool {
 		return false
 	}
 	l.pending = slices.Delete(l.pending, i, i+1)
-	return !l.closed
+	if l.closed {
+		return false
+	}
+	if setup {
+		if l.setting != nil {
+			_ = l.setting.Close()
+		}
+		l.setting = conn
+	}
+	return true
+}
+
+// unsettled tells that the setup of conn has come to its end. False means that
+// it was displaced meanwhile.
+func (l *Link) unsettled(conn net.Conn) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.setting != conn {
+		return false
+	}
+	l.setting = nil
+	return true
 }
 
 // handle carries one connection through its handshake and, if it is the
@@ -99,13 +123,15 @@ func (l *Link) settled(conn net.Conn) bool {
 func (l *Link) handle(conn net.Conn) {
 	_ = conn.SetDeadline(time.Now().Add(helloTimeout))
 	hello, answer, err := l.shake(conn)
-	if !l.settled(conn) || err != nil {
+	control := hello.GetPurpose() == guestapi.PurposeControl
+	if !l.settled(conn, control && answer.GetOk()) || err != nil {
 		_ = conn.Close()
 		if err != nil && l.ctx.Err() == nil {
 			l.cfg.Log.Debug("a guest's hello was refused", "error", err)
 		}
 		return
 	}
+	defer l.unsettled(conn)
 	if err := guestapi.WriteAnswer(conn, answer); err != nil || !answer.GetOk() {
 		_ = conn.Close()
 		return
@@ -116,13 +142,17 @@ func (l *Link) handle(conn net.Conn) {
 		l.cfg.Log.Debug("HTTP/2 with the guest failed", "error", err)
 		return
 	}
-	if hello.GetPurpose() == guestapi.PurposeExtra {
+	if !control {
 		l.deliver(p, hello.GetTicket())
 		return
 	}
 	defer func() { _ = p.Close() }()
 	if err := l.welcome(p); err != nil {
-		l.cfg.Log.Warn("the guest's setup failed", "error", err)
+		level := slog.LevelWarn
+		if !l.unsettled(conn) {
+			level = slog.LevelDebug // a newer one took its place
+		}
+		l.cfg.Log.Log(l.ctx, level, "the guest's setup failed", "error", err)
 		return
 	}
 	l.live(p)
@@ -195,7 +225,7 @@ func (l *Link) welcome(p *peer) error {
 	}
 	ctx, cancel := context.WithTimeout(l.ctx, limit)
 	defer cancel()
-	answer, err := p.rpc.Setup(ctx, connect.NewRequest(l.setupNow()))
+	answer, err := p.setup.CallUnary(ctx, connect.NewRequest(l.setupNow()))
 	if err != nil {
 		return guestapi.FromRPC(err)
 	}
@@ -230,13 +260,15 @@ func (l *Link) tell(answer *guestv1.SetupResponse) {
 	}
 }
 
-// live publishes p, displacing an older one, until p ends.
+// live publishes p, displacing an older one, until p ends. Where a newer one
+// is being set up already, p has been closed, and displaces nobody.
 func (l *Link) live(p *peer) {
 	l.mu.Lock()
-	if l.closed {
+	if l.closed || l.setting != p.net.Conn {
 		l.mu.Unlock()
 		return
 	}
+	l.setting = nil
 	if l.control != nil {
 		_ = l.control.Close()
 	}

@@ -28,6 +28,9 @@ type fakeAgent struct {
 	key    []byte
 	setups []*guestv1.SetupRequest
 	refuse bool // to take its setup
+	reply  *guestv1.SetupResponse
+
+	sessions []*guestv1.SessionInfo
 }
 
 // Setup implements the service.
@@ -38,7 +41,24 @@ func (a *fakeAgent) Setup(_ context.Context, r *connect.Request[guestv1.SetupReq
 		return nil, connect.NewError(connect.CodeInternal, errors.New("no"))
 	}
 	a.setups = append(a.setups, r.Msg)
+	if a.reply != nil {
+		return connect.NewResponse(a.reply), nil
+	}
 	return connect.NewResponse(&guestv1.SetupResponse{Hooks: []*guestv1.HookResult{{Name: "h", Code: 1, Output: "secret"}}}), nil
+}
+
+// taken is which setups it was given.
+func (a *fakeAgent) taken() []*guestv1.SetupRequest {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.setups
+}
+
+// Sessions implements the service.
+func (a *fakeAgent) Sessions(context.Context, *connect.Request[guestv1.SessionsRequest]) (*connect.Response[guestv1.SessionsResponse], error) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return connect.NewResponse(&guestv1.SessionsResponse{Sessions: a.sessions}), nil
 }
 
 // OpenExtra implements the service.
@@ -68,12 +88,21 @@ func (a *fakeAgent) dial(lose bool) (*guestv1.HelloAnswer, error) {
 }
 
 func (a *fakeAgent) serve(c net.Conn) {
-	_ = c.SetDeadline(time.Time{})
 	mux := http.NewServeMux()
 	mux.Handle(guestv1connect.NewGuestHandler(a))
-	srv := &http.Server{Handler: mux, Protocols: new(http.Protocols)}
+	a.answer(c, mux)
+}
+
+func (a *fakeAgent) answer(c net.Conn, h http.Handler) {
+	_ = c.SetDeadline(time.Time{})
+	srv := &http.Server{Handler: h, Protocols: new(http.Protocols)}
 	srv.Protocols.SetUnencryptedHTTP2(true)
 	l := &one{c: make(chan net.Conn, 1), done: make(chan struct{}), addr: c.LocalAddr()}
+	srv.ConnState = func(_ net.Conn, s http.ConnState) {
+		if s == http.StateClosed {
+			_ = l.Close()
+		}
+	}
 	l.c <- c
 	stopped := make(chan struct{})
 	go func() { _ = srv.Serve(l); close(stopped) }()

@@ -6,7 +6,10 @@
 // sandbox's key, and its bytes stay hostile after that: everything that is
 // read is bounded in size, number and time, and nothing that a guest sends
 // can block or grow the host. A connection without proof never displaces one
-// with. A client is published only after the guest took its setup, and, on a
+// with. Beside a few that have yet to prove themselves and the extra ones that
+// were asked for, there are at most two connections: the newest control
+// connection that is being set up, and the one that is served, which lasts until
+// a newer one has been set up. A client is published only after the guest took its setup, and, on a
 // fresh or restored machine, only after it was recorded that the guest has its
 // key: so no process of a user exists in a fresh one before every hello needs
 // its proof, and what an image's key proves ends with the first welcome.
@@ -75,6 +78,7 @@ type Link struct {
 	ln       net.Listener
 	welcomed bool
 	pending  []net.Conn
+	setting  net.Conn // the control connection that is being set up, nil where none is
 	control  *peer
 	gen      uint64
 	changed  chan struct{} // closed and replaced when control changes
@@ -109,6 +113,9 @@ func (l *Link) Close() {
 	}
 	for _, c := range l.pending {
 		_ = c.Close()
+	}
+	if l.setting != nil {
+		_ = l.setting.Close()
 	}
 	if l.control != nil {
 		_ = l.control.Close()

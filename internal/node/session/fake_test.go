@@ -31,6 +31,7 @@ type fakeGuest struct {
 	mu     sync.Mutex
 	procs  map[string]*fakeProc
 	starts int
+	infos  []*guestv1.SessionInfo // hostile: what it says of its sessions, if not nil
 
 	arrived chan struct{} // tells of a start that waits at the gate
 	stdin   []byte
@@ -259,6 +260,9 @@ func (g *fakeGuest) Ack(_ context.Context, r *connect.Request[guestv1.AckRequest
 func (g *fakeGuest) Sessions(context.Context, *connect.Request[guestv1.SessionsRequest]) (*connect.Response[guestv1.SessionsResponse], error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
+	if g.infos != nil {
+		return connect.NewResponse(&guestv1.SessionsResponse{Sessions: g.infos}), nil
+	}
 	var list []*guestv1.SessionInfo
 	for id, p := range g.procs {
 		p.mu.Lock()

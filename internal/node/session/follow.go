@@ -19,6 +19,7 @@ import (
 
 const (
 	maxEvent     = 1 << 20                // a guest may not send more output in one event
+	maxOffset    = 1 << 62                // nor say that it has sent more in all
 	ackBytes     = 128 << 10              // acknowledged at once
 	ackDelay     = 20 * time.Millisecond  // the latest for less
 	flushDelay   = time.Millisecond       // between two writes of small output

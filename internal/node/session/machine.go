@@ -157,6 +157,10 @@ func (m *Manager) refollow(e *entry, info *guestv1.SessionInfo) error {
 		return nil
 	}
 	if to := info.GetAcked(); to > l.Accepted() && to <= info.GetProduced() {
+		if to > maxOffset { // what came after it would begin at 0 again
+			m.lose(e, l, ReasonProtocol, "the guest says that it has sent more than there can be")
+			return nil
+		}
 		if err := l.Skip(to); err != nil {
 			return sandbox.Errorf(sandbox.Internal, "log_write_failed", "the log of session %s can't be written: %w", e.ref.Session, err)
 		}

@@ -94,7 +94,7 @@ type GuestClient interface {
 	OpenExtra(context.Context, *connect.Request[guestv1.OpenExtraRequest]) (*connect.Response[guestv1.OpenExtraResponse], error)
 	// Freeze holds every process of the users still until the next Setup, or until it is told otherwise, where the guest has a kernel
 	// of its own: in a machine that goes on from a memory snapshot none of them runs before the kernel's generator has got new entropy.
-	// A minute of the machine's own time ends it too.
+	// Three minutes of the machine's own time end it too.
 	Freeze(context.Context, *connect.Request[guestv1.FreezeRequest]) (*connect.Response[guestv1.FreezeResponse], error)
 	// Start starts a process. Idempotent by session: a second Start of a known session answers the same.
 	Start(context.Context, *connect.Request[guestv1.StartRequest]) (*connect.Response[guestv1.StartResponse], error)
@@ -402,7 +402,7 @@ type GuestHandler interface {
 	OpenExtra(context.Context, *connect.Request[guestv1.OpenExtraRequest]) (*connect.Response[guestv1.OpenExtraResponse], error)
 	// Freeze holds every process of the users still until the next Setup, or until it is told otherwise, where the guest has a kernel
 	// of its own: in a machine that goes on from a memory snapshot none of them runs before the kernel's generator has got new entropy.
-	// A minute of the machine's own time ends it too.
+	// Three minutes of the machine's own time end it too.
 	Freeze(context.Context, *connect.Request[guestv1.FreezeRequest]) (*connect.Response[guestv1.FreezeResponse], error)
 	// Start starts a process. Idempotent by session: a second Start of a known session answers the same.
 	Start(context.Context, *connect.Request[guestv1.StartRequest]) (*connect.Response[guestv1.StartResponse], error)

@@ -96,7 +96,7 @@ func (r *reaper) adopt(p sys.Process) <-chan unix.WaitStatus {
 	defer r.mu.Unlock()
 	ws, have := r.stray[p.PID]
 	delete(r.stray, p.PID)
-	if p.Exists() {
+	if now, err := sys.FindProcess(p.PID); err == nil && now == p {
 		have = false // what was kept is of an earlier process
 	}
 	c := r.register(p.PID)

@@ -75,12 +75,9 @@ func (n *Node) enterAs(ctx context.Context, id string, c *call) (context.Context
 		n.raise(id, c.generation, time.Now())
 		other := n.calls[id]
 		if other == nil {
-			var cctx context.Context
-			cctx, c.cancel = context.WithCancelCause(ctx)
-			c.done = make(chan struct{})
-			n.calls[id] = c
+			cctx, leave := n.admit(ctx, id, c)
 			n.mu.Unlock()
-			return cctx, func() { n.leave(id, c) }, nil
+			return cctx, leave, nil
 		}
 		if c.yields && other.generation == c.generation {
 			n.mu.Unlock()
@@ -98,6 +95,14 @@ func (n *Node) enterAs(ctx context.Context, id string, c *call) (context.Context
 	}
 }
 
+// admit makes c the call under way for a sandbox. The node's lock is held.
+func (n *Node) admit(ctx context.Context, id string, c *call) (context.Context, func()) {
+	ctx, c.cancel = context.WithCancelCause(ctx)
+	c.done = make(chan struct{})
+	n.calls[id] = c
+	return ctx, func() { n.leave(id, c) }
+}
+
 func (n *Node) leave(id string, c *call) {
 	c.cancel(nil)
 	n.mu.Lock()
@@ -110,11 +115,20 @@ func superseded() error {
 	return sandbox.Errorf(sandbox.Unavailable, "superseded", "%w", errSuperseded)
 }
 
-// settled waits until what an earlier process left is adopted or undone.
+// settled waits until what an earlier process left is adopted or undone. A node
+// that stops before that answers nobody: it would not know what there is.
 func (n *Node) settled(ctx context.Context) error {
 	select {
 	case <-n.adopted:
 		return nil
+	default:
+	}
+	select {
+	case <-n.adopted:
+		return nil
+	case <-n.ctx.Done():
+		return sandbox.Errorf(sandbox.Unavailable, "node_stops", "the daemon stops before it has taken up its machines").
+			WithHint("try again when it has been started again")
 	case <-ctx.Done():
 		return ctx.Err()
 	}

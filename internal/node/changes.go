@@ -30,8 +30,11 @@ func (n *Node) touch(m *machine) {
 
 // Observe implements sandbox.Node.
 func (n *Node) Observe(ctx context.Context, cursor int64) (sandbox.NodeChanges, error) {
-	if n.settled(ctx) != nil {
-		return sandbox.NodeChanges{Cursor: cursor}, nil
+	if err := n.settled(ctx); err != nil {
+		if cursor != 0 && ctx.Err() != nil {
+			err = nil
+		}
+		return sandbox.NodeChanges{Cursor: cursor}, err // else it would say that there are no machines
 	}
 	for {
 		answer, wake := n.since(cursor)

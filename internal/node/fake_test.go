@@ -42,6 +42,9 @@ type fakeDriver struct {
 	sync      func(context.Context) error // what Sync does; nil: it syncs
 	kernel    bool                        // guests have one of their own
 	old       bool                        // agents have never heard of Sync and Freeze
+	restless  bool                        // agents can't freeze what runs
+	adopts    func(context.Context) error // what Adopt does first
+	late      map[string]chan struct{}    // machines that can't be asked to pause or resume before this is closed
 }
 
 func newFakeDriver(t *testing.T) *fakeDriver {
@@ -97,7 +100,12 @@ func (d *fakeDriver) boot(spec driver.Spec, img fakeImage, silent bool) *fakeMac
 	return m
 }
 
-func (d *fakeDriver) Adopt(_ context.Context, id string) (driver.Machine, error) {
+func (d *fakeDriver) Adopt(ctx context.Context, id string) (driver.Machine, error) {
+	if d.adopts != nil {
+		if err := d.adopts(ctx); err != nil {
+			return nil, err
+		}
+	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if m := d.machines[id]; m != nil {

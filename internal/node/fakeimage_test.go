@@ -114,21 +114,45 @@ func (m *fakeMachine) onDisk() []string {
 	return slices.Clone(m.Disk)
 }
 
-func (m *fakeMachine) Pause(context.Context) error {
+// answers waits until the machine can be asked.
+func (m *fakeMachine) answers(ctx context.Context) error {
+	m.d.mu.Lock()
+	late := m.d.late[m.id]
+	m.d.mu.Unlock()
+	if late == nil {
+		return nil
+	}
+	select {
+	case <-late:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+func (m *fakeMachine) Pause(ctx context.Context) error {
+	if err := m.answers(ctx); err != nil {
+		return err
+	}
 	m.d.at.pass()
 	defer m.d.at.pass()
 	m.set(true)
 	return m.d.failing("pause")
 }
 
-func (m *fakeMachine) Resume(context.Context) error {
+func (m *fakeMachine) Resume(ctx context.Context) error {
+	if err := m.answers(ctx); err != nil {
+		return err
+	}
 	m.d.at.pass()
 	defer m.d.at.pass()
 	m.set(false)
 	return nil
 }
 
-func (m *fakeMachine) Paused(context.Context) (bool, error) { return m.isPaused(), nil }
+func (m *fakeMachine) Paused(ctx context.Context) (bool, error) {
+	return m.isPaused(), m.answers(ctx)
+}
 
 // Snapshot demands what the contract says: connections are closed before a
 // memory image is taken.
@@ -287,8 +311,8 @@ func (g fakeGuest) Sync(ctx context.Context, _ *connect.Request[guestv1.SyncRequ
 func (g fakeGuest) Freeze(_ context.Context, r *connect.Request[guestv1.FreezeRequest]) (*connect.Response[guestv1.FreezeResponse], error) {
 	g.m.mu.Lock()
 	defer g.m.mu.Unlock()
-	g.m.frozen = !r.Msg.GetThaw()
-	return connect.NewResponse(&guestv1.FreezeResponse{Frozen: true}), nil
+	g.m.frozen = !r.Msg.GetThaw() && !g.m.d.restless
+	return connect.NewResponse(&guestv1.FreezeResponse{Frozen: g.m.frozen}), nil
 }
 
 // The recorder: sessions are a list, and the guest's side of them is not there.

@@ -1,7 +1,10 @@
 package node
 
 import (
+	"log/slog"
 	"slices"
+	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -58,14 +61,53 @@ func TestWhatRunsIsFrozenForItsImage(t *testing.T) {
 	seen(true, false, true, false)
 }
 
-// TestAnOldAgentIsSnapshottedAsItRuns has one that was never told of Freeze.
-func TestAnOldAgentIsSnapshottedAsItRuns(t *testing.T) {
-	r := newRig(t)
-	r.d.kernel, r.d.old = true, true
-	req := request(1)
-	r.create(req)
-	r.snapshot(snap(req.Sandbox, 1, sandbox.SnapshotMemory))
-	if saw := r.d.machine(req.Sandbox).saw; !slices.Equal(saw, []bool{false}) {
-		t.Errorf("frozen: %v", saw)
+// TestAGuestThatDoesNotFreezeIsSnapshottedAsItRuns has agents that can't freeze
+// what runs, and that were never told of it. The log says so, once.
+func TestAGuestThatDoesNotFreezeIsSnapshottedAsItRuns(t *testing.T) {
+	for name, c := range map[string]struct {
+		kernel, old, restless bool
+		logged                int
+	}{
+		"it freezes":             {kernel: true},
+		"it can't":               {kernel: true, restless: true, logged: 1},
+		"it is an old one":       {kernel: true, old: true, logged: 1},
+		"it has no own kernel":   {restless: true},
+		"old without own kernel": {old: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			r := newRig(t)
+			r.stop()
+			var log lockedBuffer
+			r.more = func(o *Options) { o.Log = slog.New(slog.NewTextHandler(&log, nil)) }
+			r.start("boot-1")
+			r.d.kernel, r.d.old, r.d.restless = c.kernel, c.old, c.restless
+			req := request(1)
+			r.create(req)
+			r.snapshot(snap(req.Sandbox, 1, sandbox.SnapshotMemory))
+			if saw := r.d.machine(req.Sandbox).saw; !slices.Equal(saw, []bool{c.kernel && c.logged == 0}) {
+				t.Errorf("frozen: %v", saw)
+			}
+			if got := strings.Count(log.String(), "is not frozen"); got != c.logged {
+				t.Errorf("that it is not frozen is logged %d times: %s", got, log.String())
+			}
+		})
 	}
+}
+
+// lockedBuffer is a log that is written by many.
+type lockedBuffer struct {
+	mu   sync.Mutex
+	text strings.Builder
+}
+
+func (b *lockedBuffer) Write(p []byte) (int, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.text.Write(p)
+}
+
+func (b *lockedBuffer) String() string {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.text.String()
 }

@@ -22,6 +22,7 @@ type machine struct {
 	line    *line         // nil while there is none
 	moved   chan struct{} // closed and replaced when line or wish has changed
 	ready   bool
+	adrift  bool         // it was adopted, and may not stand still or run as it is to; see takeUp
 	leaving bool         // a snapshot is taken after which it is to be released
 	untold  *sandbox.End // its end, which came while leaving; see depart
 	seq     int64

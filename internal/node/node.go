@@ -71,7 +71,7 @@ type Node struct {
 	wg        sync.WaitGroup // watchers
 	ctx       context.Context
 	stop      context.CancelFunc
-	adopted   chan struct{} // closed when every machine of before is adopted or undone
+	adopted   chan struct{} // closed when every machine of before is adopted or undone; never if the node stops first
 
 	mu       sync.Mutex
 	machines map[string]*machine
@@ -106,14 +106,17 @@ func New(o Options) (*Node, error) {
 }
 
 // Run adopts what lives, undoes what was not finished, collects what nothing
-// roots, and then waits for ctx to end. Machines live on after it.
+// roots, and then waits for ctx to end. Machines live on after it, whenever that
+// is: one that was not adopted by then is found by the next start as it was.
 func (n *Node) Run(ctx context.Context) error {
 	if n.o.Prober != nil {
 		// A probe's machine has no journal: the census would take it for rubbish.
 		n.wg.Go(func() { n.o.Prober.run(n.ctx, n.adopted) })
 	}
 	n.recover(ctx)
-	close(n.adopted)
+	if ctx.Err() == nil {
+		close(n.adopted)
+	}
 	<-ctx.Done()
 	n.stop()
 	n.wg.Wait()

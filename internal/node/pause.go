@@ -9,17 +9,23 @@ import (
 )
 
 // running returns the machine that a verb is for, no longer held for a release
-// that was given up.
+// that was given up, and else as it is to be.
 func (n *Node) running(ctx context.Context, id string) (*machine, error) {
 	n.mu.Lock()
 	m, err := n.up(id)
 	held := err == nil && m.wish.Held != ""
+	adrift := err == nil && m.adrift
 	n.mu.Unlock()
 	if err != nil {
 		return nil, noMachine()
 	}
 	if held {
 		if err := n.unhold(ctx, m); err != nil {
+			return nil, verbError(m, err)
+		}
+	}
+	if adrift {
+		if err := n.steady(ctx, m); err != nil {
 			return nil, verbError(m, err)
 		}
 	}

@@ -64,8 +64,14 @@ func (n *Node) recoverOne(ctx context.Context, id string) {
 	n.mu.Lock()
 	n.raise(id, max(j.Request.Generation, m.wish.Fence), time.Now())
 	n.mu.Unlock()
+	held := n.complete(m.wish.Held)
 	if j.End == nil {
-		if end := n.adopt(ctx, m); end != nil {
+		end, err := n.adopt(ctx, m)
+		if err != nil {
+			m.unlink()
+			return // nothing is known of it: the next start finds it as it is
+		}
+		if end != nil {
 			j.End = end
 			if err := j.save(n.dir(id)); err != nil {
 				log.Error("save a machine's end", "err", err)
@@ -74,7 +80,7 @@ func (n *Node) recoverOne(ctx context.Context, id string) {
 		}
 	}
 	switch { // the release of a machine that is held says what becomes of its sessions
-	case n.complete(m.wish.Held):
+	case held:
 	case j.End != nil:
 		n.tellEnd(ctx, id, *j.End)
 	default:
@@ -104,10 +110,11 @@ func (n *Node) undone(ctx context.Context, id string, j *journal) (*journal, err
 }
 
 // adopt takes up one machine, or tells how it ended. A machine that can't be
-// taken up for another reason is ended: nobody could reach it.
-func (n *Node) adopt(ctx context.Context, m *machine) *sandbox.End {
-	end := func(r sandbox.EndReason, detail string) *sandbox.End {
-		return &sandbox.End{Reason: r, Detail: detail, At: time.Now().UTC()}
+// taken up for another reason is ended: nobody could reach it. Its error is the
+// context's: nobody has waited for the machine's answer, whatever came instead.
+func (n *Node) adopt(ctx context.Context, m *machine) (*sandbox.End, error) {
+	end := func(r sandbox.EndReason, detail string) (*sandbox.End, error) {
+		return &sandbox.End{Reason: r, Detail: detail, At: time.Now().UTC()}, nil
 	}
 	d, ok := n.drivers[m.journal.Driver]
 	if !ok {
@@ -119,9 +126,11 @@ func (n *Node) adopt(ctx context.Context, m *machine) *sandbox.End {
 	switch {
 	case err == nil:
 		n.takeUp(ctx, m)
-		return nil
+		return nil, nil
+	case ctx.Err() != nil:
+		return nil, ctx.Err()
 	case errors.As(err, &ended) && ended.End.Reason != sandbox.EndUnknown:
-		return &ended.End
+		return &ended.End, nil
 	case m.journal.BootID != n.o.BootID:
 		return end(sandbox.EndHostRestart, "the host was restarted")
 	case sandbox.IsClass(err, sandbox.NotFound):
@@ -158,17 +167,48 @@ func (n *Node) askFor(ctx context.Context, d driver.Driver, id string) (driver.M
 	}
 }
 
-// takeUp brings an adopted machine to how it is to be: one that stands still
-// only because an earlier process was killed goes on.
+// takeUpWait is how long recovery waits for a machine that was adopted to be as it
+// is to be. All but a few are at once, and so not many are asked at a time.
+const takeUpWait = time.Second
+
+// takeUp follows an adopted machine and brings it to how it is to be. That may
+// take minutes, where it is still being written to an image that an earlier
+// process asked for; so it is a call of its own, which others for this sandbox
+// wait for or supersede, and nobody else.
 func (n *Node) takeUp(ctx context.Context, m *machine) {
-	log := n.o.Log.With("sandbox", m.id)
+	n.reattach(ctx, m) // before it goes on
+	n.mu.Lock()
+	n.watch(m)
+	m.adrift = true
+	own, leave := n.admit(n.ctx, m.id, &call{generation: n.fences[m.id].generation}) //nolint:contextcheck // it outlives recovery
+	n.mu.Unlock()
+	if m.wish.Held == "" {
+		n.join(m)
+	}
+	done := make(chan struct{})
+	n.wg.Go(func() {
+		defer close(done)
+		defer leave()
+		if err := n.steady(own, m); err != nil && own.Err() == nil && !gone(m) { // the next verb tries again
+			n.o.Log.Error("pause or resume an adopted machine", "sandbox", m.id, "err", err)
+		}
+	})
+	select {
+	case <-done:
+	case <-time.After(takeUpWait):
+	case <-ctx.Done():
+	}
+}
+
+// steady brings an adopted machine to how it is to be: one that stands still only
+// because an earlier process was killed goes on. Only the call under way may.
+func (n *Node) steady(ctx context.Context, m *machine) error {
 	held := n.complete(m.wish.Held)
-	if !held && m.wish.Held != "" {
-		if err := n.want(m, func(w *wish) { w.Held = "" }); err != nil {
-			log.Error("forget a snapshot that was not finished", "err", err)
+	if !held && m.wish.Held != "" { // a snapshot that was not finished
+		if err := n.unhold(ctx, m); err != nil {
+			return err
 		}
 	}
-	n.reattach(ctx, m) // before it goes on
 	still := held || m.wish.Paused
 	paused, err := m.driver.Paused(ctx)
 	switch {
@@ -177,15 +217,12 @@ func (n *Node) takeUp(ctx context.Context, m *machine) {
 	case err == nil && !still && paused:
 		err = m.driver.Resume(ctx)
 	}
-	if err != nil { // the next verb tries again
-		log.Error("pause or resume an adopted machine", "err", err)
+	if err == nil {
+		n.mu.Lock()
+		m.adrift = false
+		n.mu.Unlock()
 	}
-	n.mu.Lock()
-	n.watch(m)
-	n.mu.Unlock()
-	if !held {
-		n.join(m)
-	}
+	return err
 }
 
 // collect removes what bears a sandbox's id and has no journal.

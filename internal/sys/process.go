@@ -60,27 +60,49 @@ func (p Process) open() (*os.File, error) {
 		return nil, fmt.Errorf("open process %d: %w", p.PID, err)
 	}
 	f := os.NewFile(uintptr(fd), "pidfd")
-	if now, err := FindProcess(p.PID); err != nil || now != p {
+	now, err := FindProcess(p.PID)
+	if err == nil && now != p {
+		err = fmt.Errorf("process %d is another one by now: %w", p.PID, os.ErrNotExist)
+	}
+	if err != nil {
 		_ = f.Close()
-		return nil, fmt.Errorf("process %d is another one by now: %w", p.PID, os.ErrNotExist)
+		return nil, err
 	}
 	return f, nil
 }
 
-// Exists tells whether p runs, or has ended and was not yet reaped.
+// Exists tells whether p runs, or has ended and was not yet reaped. One that
+// can't be looked at is not taken for dead.
 func (p Process) Exists() bool {
 	f, err := p.open()
-	if err != nil {
-		return false
+	if err == nil {
+		_ = f.Close()
 	}
-	_ = f.Close()
-	return true
+	return !errors.Is(err, os.ErrNotExist)
 }
 
+// scarce tells of an error that says nothing of a process, but that this one has
+// no descriptor or memory to look at it now.
+func scarce(err error) bool {
+	return errors.Is(err, unix.EMFILE) || errors.Is(err, unix.ENFILE) || errors.Is(err, unix.ENOMEM)
+}
+
+// scarceWait is how long Wait waits before it looks again.
+const scarceWait = 200 * time.Millisecond
+
 // Wait returns nil when p has ended, whoever its parent is, and ctx's error
-// when that ends first.
+// when that ends first. Where there is no descriptor to wait with, it waits for
+// one: whoever gave up would miss the end.
 func (p Process) Wait(ctx context.Context) error {
 	f, err := p.open()
+	for scarce(err) {
+		select {
+		case <-time.After(scarceWait):
+		case <-ctx.Done():
+			return fmt.Errorf("%w: %w", ctx.Err(), err)
+		}
+		f, err = p.open()
+	}
 	if errors.Is(err, os.ErrNotExist) {
 		return nil
 	}

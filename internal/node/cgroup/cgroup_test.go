@@ -217,8 +217,13 @@ func TestHost(t *testing.T) {
 		if _, err := g.OOMKills(); err != nil {
 			t.Error(err)
 		}
-		if err := g.SetMemoryLimit(64 << 20); err != nil {
-			t.Error(err)
+		for _, limit := range []int64{64 << 20, 128 << 20, 32 << 20} {
+			if err := g.SetMemoryLimit(limit); err != nil {
+				t.Error(err)
+			}
+			if got, err := g.number("memory", memoryAndSwap); g.CountsSwap() && (err != nil || got != limit) {
+				t.Errorf("memory and swap together have %d bytes, %v", got, err)
+			}
 		}
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
@@ -234,6 +239,41 @@ func TestHost(t *testing.T) {
 	}
 	if err := g.Remove(ctx); err != nil {
 		t.Errorf("Remove of nothing: %v", err)
+	}
+}
+
+// TestSetMemoryLimit has it limit swap where there is a file for that.
+func TestSetMemoryLimit(t *testing.T) {
+	const v1, v1both, v2, v2swap = "memory/a/memory.limit_in_bytes", "memory/a/memory.memsw.limit_in_bytes", "a/memory.max", "a/memory.swap.max"
+	for _, c := range []struct {
+		v2   bool
+		want map[string]string
+	}{
+		{false, map[string]string{v1: "4096"}},
+		{false, map[string]string{v1: "4096", v1both: "4096"}},
+		{true, map[string]string{v2: "4096"}},
+		{true, map[string]string{v2: "4096", v2swap: "0"}},
+	} {
+		files := map[string]string{}
+		for name := range c.want {
+			files[name] = "max\n"
+		}
+		tree := fake(t, c.v2, files)
+		if err := tree.Group("a").SetMemoryLimit(4096); err != nil {
+			t.Error(err)
+		}
+		for _, name := range []string{v1, v1both, v2, v2swap} {
+			got, _ := os.ReadFile(filepath.Join(tree.root, name)) // one that isn't there holds nothing
+			if string(got) != c.want[name] {
+				t.Errorf("v%d: %s is %q, not %q", tree.Version(), name, got, c.want[name])
+			}
+		}
+	}
+	if tree := fake(t, false, map[string]string{"memory/" + memoryAndSwap: ""}); !tree.Group("a").CountsSwap() {
+		t.Error("swap is not counted where there is a file for it")
+	}
+	if tree := fake(t, false, map[string]string{"memory/a/" + memoryAndSwap: ""}); tree.Group("a").CountsSwap() {
+		t.Error("swap is counted where there is no file for it")
 	}
 }
 

@@ -11,7 +11,10 @@ import (
 )
 
 // Value is what is to stand in a control file.
-type Value struct{ Name, Value string }
+type Value struct {
+	Name, Value string
+	Optional    bool // not every kernel has the file
+}
 
 // Make makes a group of version 2 with these values, after giving its ancestors
 // the controllers that they belong to, and returns its directory, for processes
@@ -23,7 +26,9 @@ func (g Group) Make(values []Value) (*os.File, error) {
 	var controllers []string
 	for _, v := range values {
 		name, _, _ := strings.Cut(v.Name, ".")
-		controllers = append(controllers, name)
+		if !slices.Contains(controllers, name) {
+			controllers = append(controllers, name)
+		}
 	}
 	dir := g.tree.root
 	for name := range strings.SplitSeq(strings.Trim(g.path, "/"), "/") {
@@ -36,7 +41,11 @@ func (g Group) Make(values []Value) (*os.File, error) {
 		}
 	}
 	for _, v := range values {
-		if err := os.WriteFile(filepath.Join(dir, v.Name), []byte(v.Value), 0); err != nil {
+		file := filepath.Join(dir, v.Name)
+		if v.Optional && !there(file) {
+			continue
+		}
+		if err := os.WriteFile(file, []byte(v.Value), 0); err != nil {
 			return nil, fmt.Errorf("limit a control group: %w", err)
 		}
 	}
@@ -45,6 +54,13 @@ func (g Group) Make(values []Value) (*os.File, error) {
 		return nil, fmt.Errorf("open a control group: %w", err)
 	}
 	return f, nil
+}
+
+// there tells whether a control file exists. Writing does not tell: the kernel
+// refuses to make one as it refuses much else.
+func there(file string) bool {
+	_, err := os.Lstat(file)
+	return err == nil
 }
 
 // enable gives the groups below a directory those of the controllers that they

@@ -91,13 +91,37 @@ func (g Group) OOMKills() (int64, error) {
 	return g.keyed("memory", "memory.oom_control", "oom_kill")
 }
 
-// SetMemoryLimit changes how much memory may be charged to the group.
+// memoryAndSwap is the file of version 1 that limits both together.
+const memoryAndSwap = "memory.memsw.limit_in_bytes"
+
+// CountsSwap tells, of version 1, whether swap can be limited on this host. In
+// version 2 a group's own files tell.
+func (g Group) CountsSwap() bool {
+	return !g.tree.v2 && there(filepath.Join(g.tree.root, "memory", memoryAndSwap))
+}
+
+// SetMemoryLimit changes how much memory may be charged to the group, which may
+// have no swap beside it, where the kernel can tell.
 func (g Group) SetMemoryLimit(bytes int64) error {
-	name := "memory.limit_in_bytes"
+	limit := []byte(strconv.FormatInt(bytes, 10))
 	if g.tree.v2 {
-		name = "memory.max"
+		err := os.WriteFile(g.file("", "memory.max"), limit, 0)
+		if swap := g.file("", "memory.swap.max"); err == nil && there(swap) {
+			err = os.WriteFile(swap, []byte("0"), 0)
+		}
+		return err
 	}
-	return os.WriteFile(g.file("memory", name), []byte(strconv.FormatInt(bytes, 10)), 0)
+	both := g.file("memory", memoryAndSwap)
+	if there(both) {
+		// The limit of both is never below the other. Where that is to grow this
+		// comes first, and where it is to shrink it is refused, and comes after.
+		_ = os.WriteFile(both, limit, 0)
+	}
+	err := os.WriteFile(g.file("memory", "memory.limit_in_bytes"), limit, 0)
+	if err == nil && there(both) {
+		err = os.WriteFile(both, limit, 0)
+	}
+	return err
 }
 
 // cpuPeriod is the time, in microseconds, in which a share of the CPU is

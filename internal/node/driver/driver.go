@@ -38,7 +38,9 @@ type Driver interface {
 	// Adopt takes up a machine that an earlier process of this driver made.
 	// It returns an error of class not_found when no live machine has this
 	// id: liveness is an answer of the machine's own control plus a live
-	// process, never a state file. One that is known to have ended is *Ended.
+	// process, never a state file. Where the control may still be writing an
+	// image, and so can't answer yet, the process alone is enough; the machine's
+	// methods then wait for that answer. One that is known to have ended is *Ended.
 	Adopt(ctx context.Context, id string) (Machine, error)
 
 	// List names every machine that has left any trace on this host (process,

@@ -32,5 +32,9 @@
 // kernel tells when the jailer ends and when the guest dials. Only that a VMM
 // listens at its socket nothing tells; it is tried each millisecond.
 //
+// A VMM answers one request after the other, so one that writes an image answers
+// nothing for minutes. That it may be doing so is noted before it is asked to: who
+// finds it later neither takes it for dead nor waits for it (record.writing).
+//
 // The node calls it.
 package firecracker

@@ -11,6 +11,7 @@ import (
 	"path/filepath"
 	"slices"
 	"sync"
+	"time"
 
 	"cloche.dev/cloche/internal/failpoint"
 	"cloche.dev/cloche/internal/node/cgroup"
@@ -61,7 +62,7 @@ type Driver struct {
 	users  *jail.Users
 	ctx    context.Context
 	stop   context.CancelFunc
-	wg     sync.WaitGroup // watchers of machines
+	wg     sync.WaitGroup // watchers of machines, and those who wait for late ones
 	test   hooks
 
 	mu       sync.Mutex
@@ -81,6 +82,7 @@ type hooks struct {
 	// boots nothing it is the only way to test anything else; anywhere else it is
 	// a driver that calls a machine good that may never be.
 	noReport bool
+	ask      time.Duration // askTimeout of a machine that is found; 0: that
 	// The other ways to be wrong on purpose.
 	noPause  bool // a snapshot is taken of a machine that runs
 	sameUser bool // every jail has the same user id
@@ -246,5 +248,10 @@ func (d *Driver) Adopt(ctx context.Context, id string) (driver.Machine, error) {
 		return nil, err
 	}
 	d.watch(m) //nolint:contextcheck // it is watched beyond the call
+	if rec.writing() {
+		d.wg.Go(m.catchUp) //nolint:contextcheck // likewise
+	} else {
+		close(m.met)
+	}
 	return m, nil
 }

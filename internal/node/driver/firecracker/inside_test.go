@@ -1,6 +1,7 @@
 package firecracker
 
 import (
+	"debug/elf"
 	"encoding/json"
 	"errors"
 	"io/fs"
@@ -26,31 +27,86 @@ type view struct {
 	Interfaces []string
 	Limits     []uint64          // open files, size of a file
 	Tries      map[string]string // what it tried, and how that failed; "" is success
+	Made       []string          // what it could make in the directories that it sees or has kept
 }
 
-// inside is such a program: it leaves its view, and another one when that was
-// taken away.
+// again is what the host puts into such a program's disk for another view.
+const again = "again"
+
+// inside is such a program: it leaves its view in its disk, the one file that is
+// its own all the while, and another one when it is told to. Before the first it
+// makes a directory with the name of a file that is to stay, and keeps it open.
 func inside() {
-	for _, name := range []string{"view", "sealed"} {
+	kept := -1
+	for _, name := range []string{"/v.sock", "/kept"} {
+		if err := os.Mkdir(name, 0o777); err != nil {
+			panic(err)
+		}
+		var err error
+		if kept, err = unix.Open(name, unix.O_DIRECTORY, 0); err != nil {
+			panic(err)
+		}
+	}
+	for {
 		v := look()
+		v.Made = makes(v.Files, kept)
 		data, err := json.Marshal(v)
 		if err == nil {
-			err = os.WriteFile("/new", data, 0o600)
-		}
-		if err == nil {
-			err = os.Rename("/new", "/"+name)
+			err = os.WriteFile("/disk", data, 0o600)
 		}
 		if err != nil {
 			panic(err)
 		}
-		for {
-			if _, err := os.Lstat("/" + name); err != nil {
-				break
-			}
+		for string(data) != again {
 			time.Sleep(time.Millisecond)
+			if data, err = os.ReadFile("/disk"); err != nil {
+				panic(err)
+			}
 		}
 	}
-	select {}
+}
+
+// makes makes names and files without one in every directory, and leaves them, and
+// tells what came of it.
+func makes(files []string, kept int) (made []string) {
+	try := func(where string, dir int) {
+		_ = unix.Fchmod(dir, 0o777) // if it is its own
+		for what, mk := range map[string]func() error{
+			"a file": func() error {
+				return unix.Close(or(unix.Openat(dir, "new-file", unix.O_CREAT|unix.O_EXCL|unix.O_RDWR, 0o600)))
+			},
+			"a nameless file": func() error { return unix.Close(or(unix.Openat(dir, ".", unix.O_TMPFILE|unix.O_RDWR, 0o600))) },
+			"a directory":     func() error { return unix.Mkdirat(dir, "new-directory", 0o700) },
+			"a link":          func() error { return unix.Symlinkat("/", dir, "new-link") },
+			"a FIFO":          func() error { return unix.Mknodat(dir, "new-fifo", unix.S_IFIFO|0o600, 0) },
+			"another name":    func() error { return unix.Linkat(unix.AT_FDCWD, "/disk", dir, "new-disk", 0) },
+			"a socket": func() error {
+				s := or(unix.Socket(unix.AF_UNIX, unix.SOCK_STREAM, 0))
+				defer unix.Close(s)
+				return errors.Join(unix.Fchdir(dir), unix.Bind(s, &unix.SockaddrUnix{Name: "new-socket"}))
+			},
+		} {
+			if err := mk(); err == nil {
+				made = append(made, what+" in "+where)
+			}
+		}
+	}
+	try("what it has kept", kept)
+	for _, path := range files {
+		if dir, err := unix.Open(path, unix.O_DIRECTORY, 0); err == nil {
+			try(path, dir)
+			_ = unix.Close(dir)
+		}
+	}
+	return made
+}
+
+// or is -1 where something was not to be had.
+func or(fd int, err error) int {
+	if err != nil {
+		return -1
+	}
+	return fd
 }
 
 func look() view {
@@ -125,6 +181,11 @@ func bringUp(name string) error {
 // there and what it can do.
 func TestViewFromInside(t *testing.T) {
 	f := newFixture(t)
+	if self, err := elf.Open("/proc/self/exe"); err != nil {
+		t.Fatal(err)
+	} else if libs, err := self.ImportedLibraries(); err != nil || len(libs) > 0 {
+		t.Skipf("SKIP: this test needs libraries, which no jail has, unless it is built with CGO_ENABLED=0: %v, %v", libs, err)
+	}
 	p, _, err := f.o.Pair()
 	if err != nil {
 		t.Fatal(err)
@@ -163,36 +224,44 @@ func TestViewFromInside(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	root := filepath.Join(f.d.machineDir(s.ID), "j", "firecracker", jail.NameOf(s.ID), "root")
-	v := f.left(root, "view", log)
+	v := f.left(disk, log)
 	f.judge(v, uid, "lo ", "tap0 ") // its own tap, until it is attached to
 	if want := []uint64{2048, size}; !slices.Equal(v.Limits, want) {
 		t.Errorf("its limits are %v, not %v", v.Limits, want)
 	}
-	t.Logf("before it is sealed, %d files: %q", len(v.Files), v.Files)
-	if err := errors.Join(f.nets.MoveTap(f.ctx(), s.ID), j.Seal(diskName, "template")); err != nil {
+	t.Logf("before it is sealed, %d files: %q; it made %q", len(v.Files), v.Files, v.Made)
+	for _, want := range []string{"a file in /", "a socket in /dev/net", "a nameless file in what it has kept"} {
+		if !slices.Contains(v.Made, want) {
+			t.Errorf("before it is sealed it can't make %s", want)
+		}
+	}
+	if err := errors.Join(f.nets.MoveTap(f.ctx(), s.ID), j.Seal(vsockName, diskName, "template"), os.WriteFile(disk, []byte(again), 0o600)); err != nil {
 		t.Fatal(err)
 	}
-	sealed := f.left(root, "sealed", log)
+	sealed := f.left(disk, log)
 	f.judge(sealed, uid, "lo ")
+	if len(sealed.Made) > 0 {
+		t.Errorf("sealed it made %q", sealed.Made)
+	}
 	if want := []string{"/", "/disk", "/template"}; !slices.Equal(sealed.Files, want) {
 		t.Errorf("sealed it sees %q, not %q", sealed.Files, want)
 	}
 	t.Logf("interfaces %q, sealed %q; tries: %v", v.Interfaces, sealed.Interfaces, v.Tries)
 }
 
-// left waits for what the program in a jail leaves.
-func (f *fixture) left(root, name string, log *jail.Log) (v view) {
+// left waits for what the program in a jail leaves in its disk.
+func (f *fixture) left(disk string, log *jail.Log) (v view) {
 	f.t.Helper()
+	ctx := f.ctx()
 	for {
-		data, err := os.ReadFile(filepath.Join(root, name))
+		data, err := os.ReadFile(disk)
 		if err == nil {
-			if err := json.Unmarshal(data, &v); err != nil {
-				f.t.Fatal(err)
-			}
+			err = json.Unmarshal(data, &v) // not before it is whole
+		}
+		if err == nil {
 			return v
 		}
-		if f.ctx().Err() != nil {
+		if ctx.Err() != nil {
 			f.t.Fatalf("it left nothing: %v; it said %q", err, log.Lines(10))
 		}
 		time.Sleep(time.Millisecond)

@@ -18,6 +18,10 @@ import (
 	"cloche.dev/cloche/internal/sandbox"
 )
 
+// What the installed unit sets holds for all tests of the package: another user's
+// process depends on the files that we make, so that no mode may be left to it.
+func init() { syscall.Umask(0o077) }
+
 // jailRoot is a machine's jail as the host sees it.
 func (f *fixture) jailRoot(m *machine) string { return filepath.Dir(m.jail.Socket()) }
 
@@ -132,8 +136,14 @@ func (f *fixture) sees(m *machine) {
 	if err != nil {
 		f.t.Fatal(err)
 	}
+	template := file{mode: 0o444}
+	if st, err := os.Stat(f.image); err != nil {
+		f.t.Fatal(err)
+	} else if st.Mode().Perm()&0o004 != 0 {
+		template.mode = st.Mode() // it is the very file
+	}
 	want := map[string]file{
-		"/": {fs.ModeDir | 0o700, rec.UID}, "/template": {0o644, 0}, "/disk": {0o600, rec.UID},
+		"/": {fs.ModeDir | 0o755, 0}, "/template": template, "/disk": {0o600, rec.UID},
 		"/v.sock_1024": {fs.ModeSocket | 0o600, rec.UID},
 	}
 	for name, w := range want {
@@ -172,6 +182,11 @@ func (f *fixture) limited(m *machine) {
 	if f.d.tree.Version() == 2 {
 		files = map[string]string{path + "/memory.max": memory, path + "/pids.max": "17", path + "/cpu.max": "30000 100000"}
 		lines = 1
+	}
+	for file, want := range map[string]string{"memory/" + path + "/memory.memsw.limit_in_bytes": memory, path + "/memory.swap.max": "0"} {
+		if _, err := os.Stat("/sys/fs/cgroup/" + file); err == nil { // not every kernel counts swap
+			files[file] = want
+		}
 	}
 	if n := strings.Count(string(groups), ":"+path+"\n"); n < lines && n != 3 { // cpu and cpuacct may be one
 		f.t.Errorf("it is in these control groups: %s", groups)
@@ -260,6 +275,31 @@ func TestARestoredMachineGetsItsShare(t *testing.T) {
 	f.d.machines = map[string]*machine{} // as if the daemon had been killed
 	x = f.adopt(x.ID())
 	check("adopted after a kill", x, share)
+}
+
+// TestNoFileIsMadeForASnapshot looks at the room that a VMM has written it into.
+func TestNoFileIsMadeForASnapshot(t *testing.T) {
+	f := newFixture(t)
+	m := f.create()
+	f.d.test.at = func(step string) {
+		if step != "snapshot.saved" {
+			return
+		}
+		f.d.test.at = nil
+		dir := filepath.Join(f.jailRoot(m), roomName)
+		st, err := os.Stat(dir)
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		if uid := st.Sys().(*syscall.Stat_t).Uid; uid != 0 || st.Mode() != fs.ModeDir|0o755 {
+			t.Errorf("it is %v of %d", st.Mode(), uid)
+		}
+	}
+	f.snapshot(m, sandbox.SnapshotMemory)
+	if f.d.test.at != nil {
+		t.Error("it was never saved")
+	}
 }
 
 func openFiles(m *machine) []string {

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -182,6 +183,90 @@ func TestKilledDuringSnapshot(t *testing.T) {
 	m = f.adopt(m.ID())
 	if paused, err := m.Paused(f.ctx()); err != nil || !paused {
 		t.Errorf("Paused = %v, %v", paused, err)
+	}
+}
+
+// TestAdoptedWhileAnImageIsWritten kills the daemon in a snapshot and starts it
+// again while the VMM answers nobody, as one does that is still writing. The
+// machine is adopted at once; what is asked of it waits, and then it is as before.
+func TestAdoptedWhileAnImageIsWritten(t *testing.T) {
+	f := newFixture(t)
+	for _, paused := range []bool{false, true} {
+		m := f.create()
+		if paused {
+			f.rest(m)
+		}
+		f.killedAt(errand{Verb: "snapshot", Step: "snapshot.saved", Spec: driver.Spec{ID: m.ID()}, To: t.TempDir()})
+		f.signal(m, syscall.SIGSTOP)
+		for range 2 { // and a stop of the daemon does not wait for it either
+			f.restart()
+			f.d.test.ask = 50 * time.Millisecond
+			m = f.adopt(m.ID())
+			short, cancel := context.WithTimeout(context.Background(), 4*f.d.test.ask)
+			if _, err := m.Paused(short); !errors.Is(err, context.DeadlineExceeded) {
+				t.Errorf("asked while it writes: %v", err)
+			}
+			cancel()
+			if !m.record().writing() {
+				t.Error("that it may be writing is forgotten")
+			}
+		}
+		f.signal(m, syscall.SIGCONT)
+		if is, err := m.Paused(f.ctx()); err != nil || is != paused {
+			t.Errorf("Paused = %v, %v, not %v", is, err, paused)
+		}
+		if m.record().writing() {
+			t.Errorf("the record still says that it writes: %+v", m.record())
+		}
+		if _, err := os.Stat(filepath.Join(f.jailRoot(m), roomName)); err == nil {
+			t.Error("what it wrote is left in the jail")
+		}
+		f.alive(m)
+		f.snapshot(m, sandbox.SnapshotMemory)
+
+		// One that dies instead has ended as any other.
+		f.killedAt(errand{Verb: "snapshot", Step: "snapshot.saved", Spec: driver.Spec{ID: m.ID()}, To: t.TempDir()})
+		f.signal(m, syscall.SIGSTOP)
+		f.restart()
+		m = f.adopt(m.ID())
+		if err := m.Kill(f.ctx()); err != nil {
+			t.Fatal(err)
+		}
+		if end := f.ended(m); end.Reason != sandbox.EndKilled {
+			t.Errorf("End() = %+v", end)
+		}
+		if err := m.Resume(f.ctx()); !sandbox.IsClass(err, sandbox.NotFound) {
+			t.Errorf("Resume = %v", err)
+		}
+	}
+}
+
+// TestASilentMachineIsTakenForDeadOnlyWhenItWasWaitedFor has one that writes no
+// image and answers nobody.
+func TestASilentMachineIsTakenForDeadOnlyWhenItWasWaitedFor(t *testing.T) {
+	f := newFixture(t)
+	m := f.create()
+	f.signal(m, syscall.SIGSTOP)
+	f.restart()
+	ctx, cancel := context.WithCancel(f.ctx())
+	time.AfterFunc(50*time.Millisecond, cancel)
+	if _, err := f.d.Adopt(ctx, m.ID()); !errors.Is(err, context.Canceled) || sandbox.IsClass(err, sandbox.NotFound) {
+		t.Errorf("Adopt = %v when it was given up", err)
+	}
+	f.d.test.ask = 50 * time.Millisecond
+	if _, err := f.d.Adopt(f.ctx(), m.ID()); sandbox.AsError(err).Code != "machine_silent" {
+		t.Errorf("Adopt = %v", err)
+	}
+	f.d.test.ask = 0
+	f.signal(m, syscall.SIGCONT)
+	f.alive(f.adopt(m.ID()))
+}
+
+// signal sends a machine's VMM a signal.
+func (f *fixture) signal(m *machine, s syscall.Signal) {
+	f.t.Helper()
+	if err := syscall.Kill(m.record().Process.PID, s); err != nil {
+		f.t.Fatal(err)
 	}
 }
 

@@ -1,6 +1,7 @@
 package firecracker
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"io/fs"
@@ -41,6 +42,7 @@ type machine struct {
 	jail   *jail.Jail
 	client *vmm.Client
 	exited chan struct{} // closed by the watcher
+	met    chan struct{} // closed when the VMM can be asked; nil: it can
 	tap    string        // of one that is being made: the link that its VMM is to attach to
 	mac    string        // and the hardware address that it shall have
 
@@ -107,26 +109,55 @@ func (m *machine) find(ctx context.Context) error {
 	if !rec.Ready {
 		return sandbox.Errorf(sandbox.NotFound, "machine_unfinished", "the machine %s was never finished", m.id)
 	}
-	ctx, cancel := context.WithTimeout(ctx, askTimeout)
-	defer cancel()
-	info, err := m.client.Info(ctx)
-	if err != nil || info.ID != jail.NameOf(m.id) || info.Version != rec.Version {
-		return sandbox.Errorf(sandbox.NotFound, "machine_silent", "the machine %s does not answer as it should: %+v, %w", m.id, info, err)
-	}
-	// What an image's asker has left that is gone.
-	if err := m.jail.DropRoom(roomName); err != nil {
-		return err
+	m.met = make(chan struct{})
+	if !rec.writing() {
+		if err := m.meet(ctx, cmp.Or(m.d.test.ask, askTimeout)); err != nil {
+			return err
+		}
 	}
 	// Whoever restored it may not have come to that.
 	if err := m.jail.Group().SetCPU(rec.Resources.MilliCPU); err != nil {
 		return err
 	}
-	if rec.Held {
-		if err := m.goOn(ctx); err != nil {
-			return err
-		}
-	}
 	return m.openLog()
+}
+
+// meet asks the VMM of a machine that was found who it is, and cleans up after an
+// earlier asker.
+func (m *machine) meet(ctx context.Context, patience time.Duration) error {
+	bounded, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
+	info, err := m.client.Info(bounded)
+	if ctx.Err() != nil {
+		return ctx.Err() // it was not waited for
+	}
+	if err != nil || info.ID != jail.NameOf(m.id) || info.Version != m.record().Version {
+		return sandbox.Errorf(sandbox.NotFound, "machine_silent", "the machine %s does not answer as it should: %+v, %w", m.id, info, err)
+	}
+	return m.jail.DropRoom(roomName)
+}
+
+// catchUp does what is left to do for a machine that was found while its VMM may
+// have been writing an image: minutes later, perhaps. That it lives its process
+// tells until then; one that never answers is left to whoever needs it.
+func (m *machine) catchUp() {
+	defer close(m.met)
+	err := m.meet(m.d.ctx, saveTimeout)
+	switch {
+	case err == nil && m.record().Held:
+		err = m.goOn(m.d.ctx)
+	case err == nil:
+		err = m.stay(m.d.ctx)
+	}
+	if err == nil {
+		return
+	}
+	select {
+	case <-m.exited: // that is told elsewhere
+	case <-m.d.ctx.Done():
+	case <-time.After(time.Second):
+		m.d.o.Log.Error("take up a machine that an image was being written of", "machine", m.id, "err", err)
+	}
 }
 
 // unseen is the end of a machine that nobody watched.

@@ -48,10 +48,12 @@ func (d *Driver) probe(ctx context.Context, c *driver.Capability) (err error) {
 		return err
 	}
 	id := sandbox.NewID(sandbox.KindSandbox)
-	// What was made is removed even if ctx ends while it runs.
-	undo, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoTimeout)
-	defer cancel()
-	defer func() { err = errors.Join(err, d.Discard(undo, id), d.o.Networks.Delete(undo, id)) }()
+	// What was made is removed even if ctx ends while it runs, in a time of its own.
+	defer func() {
+		undo, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoTimeout)
+		defer cancel()
+		err = errors.Join(err, d.Discard(undo, id), d.o.Networks.Delete(undo, id))
+	}()
 	netns, err := d.o.Networks.Create(ctx, id)
 	if err != nil {
 		return fmt.Errorf("make a network namespace: %w", err)

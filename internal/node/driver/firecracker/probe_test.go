@@ -19,7 +19,8 @@ import (
 func TestProbeOfWhatBootsNothing(t *testing.T) {
 	f := newFixture(t)
 	f.d.test.noReport = false
-	f.d.o.Guest = filepath.Join(f.dir, "no-program")
+	nets := &timedNetworks{Networks: f.d.o.Networks}
+	f.d.o.Guest, f.d.o.Networks = filepath.Join(f.dir, "no-program"), nets
 	if err := os.WriteFile(f.d.o.Guest, []byte("no program"), 0o755); err != nil {
 		t.Fatal(err)
 	}
@@ -38,6 +39,29 @@ func TestProbeOfWhatBootsNothing(t *testing.T) {
 	if ids, err := f.d.List(f.ctx()); err != nil || len(ids) > 0 {
 		t.Errorf("Probe left %v, %v", ids, err)
 	}
+	if !nets.undone.After(nets.made) {
+		t.Errorf("the time to clean up began at %v, and the network was made at %v", nets.undone, nets.made)
+	}
+}
+
+// timedNetworks notes when a network was made, and when the time began in which
+// it is removed.
+type timedNetworks struct {
+	Networks
+	made, undone time.Time
+}
+
+func (n *timedNetworks) Create(ctx context.Context, id string) (string, error) {
+	path, err := n.Networks.Create(ctx, id)
+	n.made = time.Now()
+	return path, err
+}
+
+func (n *timedNetworks) Delete(ctx context.Context, id string) error {
+	if until, ok := ctx.Deadline(); ok {
+		n.undone = until.Add(-undoTimeout)
+	}
+	return n.Networks.Delete(ctx, id)
 }
 
 // TestProbeSaysWhatIsMissing takes away one thing after the other.

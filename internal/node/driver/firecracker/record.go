@@ -23,9 +23,16 @@ type record struct {
 	Ready bool `json:"ready,omitempty"`
 	// Held: it stands still for a snapshot alone, and is to go on after it,
 	// whoever finds it.
-	Held bool         `json:"held,omitempty"`
-	End  *sandbox.End `json:"end,omitempty"`
+	Held bool `json:"held,omitempty"`
+	// Saving: its VMM is asked for an image of a machine that stood still before,
+	// and is to stay so.
+	Saving bool         `json:"saving,omitempty"`
+	End    *sandbox.End `json:"end,omitempty"`
 }
+
+// writing tells whether the VMM may be writing an image. It answers nothing until
+// it has.
+func (r record) writing() bool { return r.Held || r.Saving }
 
 const (
 	recordName = "machine.json"

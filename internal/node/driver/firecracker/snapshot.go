@@ -140,8 +140,16 @@ func (m *machine) Paused(ctx context.Context) (paused bool, err error) {
 	return paused, err
 }
 
-// ask makes a request that a VMM answers at once.
+// ask makes a request that a VMM answers at once, when it can be asked at all.
 func (m *machine) ask(ctx context.Context, request func(context.Context) error) error {
+	if m.met != nil {
+		select {
+		case <-m.met:
+		case <-m.exited:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
 	bounded, cancel := context.WithTimeout(ctx, askTimeout)
 	defer cancel()
 	err := request(bounded)
@@ -179,15 +187,20 @@ func (m *machine) Snapshot(ctx context.Context, dir string, kind sandbox.Snapsho
 	}
 	begun := time.Now()
 	if !paused {
-		if err := m.hold(ctx); err != nil {
-			return driver.Image{}, err
-		}
+		err = m.hold(ctx)
+	} else if room != nil {
+		err = m.note(func(r *record) { r.Saving = true })
+	}
+	if err != nil {
+		return driver.Image{}, err
 	}
 	err = m.take(ctx, dir, room)
-	if !paused {
-		// Whether or not there is an image, and whoever still waits for it.
-		err = errors.Join(err, m.goOn(context.WithoutCancel(ctx)))
+	// Whether or not there is an image, and whoever still waits for it.
+	after := m.goOn
+	if paused {
+		after = m.stay
 	}
+	err = errors.Join(err, after(context.WithoutCancel(ctx)))
 	image.Stood = time.Since(begun)
 	if err == nil && room != nil {
 		err = m.move(ctx, dir, room)
@@ -224,13 +237,33 @@ func (m *machine) goOn(ctx context.Context) error {
 	bounded, cancel := context.WithTimeout(ctx, saveTimeout)
 	defer cancel()
 	if err := m.client.Resume(bounded); err != nil {
-		if end := m.End(); end.Reason != "" {
-			return nil // there is nothing left to go on
-		}
-		return err
+		return m.unlessOver(err)
 	}
 	m.d.at("snapshot.resumed")
-	return m.note(func(r *record) { r.Held = false })
+	return m.note(func(r *record) { r.Held, r.Saving = false, false })
+}
+
+// stay is goOn for a machine that stood still before: only that it is being
+// written is over.
+func (m *machine) stay(ctx context.Context) error {
+	if !m.record().Saving {
+		return nil
+	}
+	bounded, cancel := context.WithTimeout(ctx, saveTimeout)
+	defer cancel()
+	if _, err := m.client.Info(bounded); err != nil {
+		return m.unlessOver(err)
+	}
+	return m.note(func(r *record) { r.Saving = false })
+}
+
+// unlessOver is err, but for a machine that has ended: there is nothing left of it
+// to go on.
+func (m *machine) unlessOver(err error) error {
+	if end := m.End(); end.Reason != "" {
+		return nil
+	}
+	return err
 }
 
 // prepareRoom makes the room that a VMM writes a memory image into.
@@ -240,7 +273,7 @@ func (m *machine) prepareRoom() (*jail.Room, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := room.Reserve(memName, int64(rec.Resources.MemoryMiB)*mib); err != nil {
+	if err := errors.Join(room.Reserve(memName, int64(rec.Resources.MemoryMiB)*mib), room.Reserve(stateName, 0)); err != nil {
 		_ = room.Close()
 		return nil, err
 	}

@@ -43,7 +43,8 @@ func copyFile(ctx context.Context, target string, src *os.File, mode os.FileMode
 	return diskError(err)
 }
 
-// Room is a directory in a jail that its VMM writes files into for the host.
+// Room is a directory in a jail that its VMM writes files into for the host. It
+// is root's, and the files are there before: the VMM can make none.
 type Room struct {
 	j    *Jail
 	name string
@@ -57,14 +58,13 @@ func (j *Jail) MakeRoom(name string, uid int) (*Room, error) {
 	if err := os.RemoveAll(path); err != nil {
 		return nil, err
 	}
-	// It is given to its user before it gets a name that the VMM can change.
 	made, err := os.MkdirTemp(j.dir, ".room-")
 	if err != nil {
 		return nil, diskError(err)
 	}
 	dir, err := os.Open(made)
 	if err == nil {
-		err = errors.Join(dir.Chown(uid, uid), os.Rename(made, path))
+		err = errors.Join(dir.Chmod(0o755), os.Rename(made, path))
 	}
 	if err != nil {
 		if dir != nil {
@@ -91,7 +91,9 @@ func (r *Room) Reserve(name string, size int64) error {
 	if err != nil {
 		return diskError(err)
 	}
-	err = syscall.Fallocate(int(f.Fd()), 0, 0, size)
+	if size > 0 {
+		err = syscall.Fallocate(int(f.Fd()), 0, 0, size)
+	}
 	if errors.Is(err, syscall.EOPNOTSUPP) {
 		err = nil // then it is found out later
 	}
@@ -103,11 +105,15 @@ func (r *Room) Reserve(name string, size int64) error {
 
 // Take moves a file that the VMM has written into a directory of the host's,
 // and makes it root's with the mode. It must be a regular file of the jail's
-// user, with no other name.
+// user, with no other name, which nobody can write to any more.
 func (r *Room) Take(ctx context.Context, name, dir string, mode os.FileMode) error {
 	from, to := fmt.Sprintf("/proc/self/fd/%d/%s", r.dir.Fd(), name), filepath.Join(dir, name)
-	err := os.Rename(from, to)
-	if errors.Is(err, syscall.EXDEV) {
+	copied, err := overlaid(r.dir)
+	if err == nil && !copied {
+		err = os.Rename(from, to)
+		copied = errors.Is(err, syscall.EXDEV)
+	}
+	if copied {
 		return r.carry(ctx, from, to, mode)
 	}
 	if err != nil {
@@ -116,7 +122,11 @@ func (r *Room) Take(ctx context.Context, name, dir string, mode os.FileMode) err
 	// It has a name now that the VMM can't change.
 	f, err := openPlain(to, r.uid)
 	if err == nil {
-		err = errors.Join(f.Chown(os.Geteuid(), os.Getegid()), f.Chmod(mode), f.Close())
+		err = errors.Join(f.Chown(os.Geteuid(), os.Getegid()), f.Chmod(mode))
+		if err == nil {
+			err = unwritten(ctx, f)
+		}
+		err = errors.Join(err, f.Close())
 	}
 	if err != nil {
 		_ = os.RemoveAll(to) // it may be a directory
@@ -124,7 +134,7 @@ func (r *Room) Take(ctx context.Context, name, dir string, mode os.FileMode) err
 	return err
 }
 
-// carry does the same onto another filesystem.
+// carry does the same by a copy, which nobody has ever had open.
 func (r *Room) carry(ctx context.Context, from, to string, mode os.FileMode) error {
 	f, err := openPlain(from, r.uid)
 	if err != nil {

@@ -9,14 +9,15 @@
 //     jail's files or processes; uids.go gives them out.
 //   - What the VMM only reads is root's and read-only (a hard link, so that all
 //     jails share it), what it writes is its own.
-//   - The jail's root directory belongs to the VMM, as the jailer wants it, and
-//     a VMM may have been taken over. So nothing there is trusted by its name:
-//     what the host needs of a jail lies beside it under a name that only root
-//     can change (the disk, the log), or is opened without following a link.
-//     And no owner or mode is ever changed there by name, since a name may be
-//     another file's by then, and that file may be every machine's.
+//   - The jail's root directory belongs to the VMM, as the jailer wants it, until
+//     it is sealed, and a VMM may have been taken over. So nothing there is
+//     trusted by its name: what the host needs of a jail lies beside it under a
+//     name that only root can change (the disk, the log), or is opened without
+//     following a link. And no owner or mode is ever changed there by name, since
+//     a name may be another file's by then, and that file may be every machine's.
 //   - What the VMM has opened and nobody needs by name is taken out of the jail
-//     (Seal) before anybody hostile runs in its guest.
+//     (Seal) before anybody hostile runs in its guest, and from then on the VMM
+//     can make no file.
 //   - A process is killed by a pidfd, or for being in the jail's control group,
 //     never by a bare number.
 //   - The VMM outlives whoever started it. It holds no pipe that needs a reader:

@@ -131,6 +131,7 @@ func TestSealRemovesAllElse(t *testing.T) {
 		os.WriteFile(filepath.Join(j.root(), apiName), nil, 0o600), os.WriteFile(filepath.Join(j.root(), "vmlinux"), nil, 0o444),
 		os.MkdirAll(filepath.Join(j.root(), "dev/net/deep"), 0o700), os.Symlink(outside, filepath.Join(j.root(), "dev/link")),
 		os.Symlink(outside, filepath.Join(j.root(), "run")), os.Link(kept, filepath.Join(j.root(), "same")),
+		os.MkdirAll(filepath.Join(j.root(), "template"), 0o700), os.Chown(j.root(), user, user), // as the jailer leaves it
 	); err != nil {
 		t.Fatal(err)
 	}
@@ -146,6 +147,18 @@ func TestSealRemovesAllElse(t *testing.T) {
 	if _, err := os.Stat(kept); err != nil {
 		t.Errorf("outside of the jail: %v", err)
 	}
+	if st, raw := look(t, j.root()); st.Mode() != os.ModeDir|0o755 || raw.Uid != 0 || raw.Gid != 0 {
+		t.Errorf("its root is %v of %d:%d", st.Mode(), raw.Uid, raw.Gid)
+	}
+	// The host goes on to make names in it.
+	l, err := j.Listen("v.sock_1024", user)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_ = l.Close()
+	if room, err := j.MakeRoom("snap", user); err != nil || room.Close() != nil {
+		t.Errorf("a room: %v", err)
+	}
 }
 
 // TestStub runs a program through the stub that the jailer gets.
@@ -153,11 +166,15 @@ func TestStub(t *testing.T) {
 	if runtime.GOARCH != "amd64" {
 		t.Skip("SKIP: there is no stub for this processor")
 	}
+	defer syscall.Umask(syscall.Umask(0o077)) // as the installed unit has it
 	dir := t.TempDir()
 	for _, path := range []string{"/bin/sh", "/nowhere"} {
 		file := filepath.Join(dir, filepath.Base(path))
-		if err := os.WriteFile(file, stub(path), 0o755); err != nil {
+		if err := writeProgram(file, stub(path)); err != nil {
 			t.Fatal(err)
+		}
+		if st, _ := look(t, file); st.Mode() != 0o555 {
+			t.Errorf("it is %v: a jail's user can't execute it", st.Mode())
 		}
 		cmd := exec.Command(file, "-c", `echo "$0,$1,$GREETING"; exit 7`, "a b", "")
 		cmd.Env = []string{"GREETING=hello"}
@@ -269,6 +286,12 @@ func TestReserve(t *testing.T) {
 	}
 	if st, raw := look(t, filepath.Join(j.root(), "snap", "mem")); st.Size() != 3<<20 || raw.Blocks*512 < 3<<20 || raw.Uid != user || st.Mode() != 0o600 {
 		t.Errorf("it has %d bytes, %d on disk, and is %v of %d", st.Size(), raw.Blocks*512, st.Mode(), raw.Uid)
+	}
+	if st, raw := look(t, filepath.Join(j.root(), "snap")); st.Mode() != os.ModeDir|0o755 || raw.Uid != 0 {
+		t.Errorf("the room is %v of %d: its VMM can make files in it", st.Mode(), raw.Uid)
+	}
+	if err := room.Reserve("state", 0); err != nil {
+		t.Error(err)
 	}
 	if err := room.Reserve("mem", 1); err == nil {
 		t.Error("it was made twice")

@@ -5,6 +5,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -178,8 +179,12 @@ var failing = []string{
 	"] Firecracker exiting with error", "] Shutting down VM after intercepting signal", "] RunWithApiError", "] RunWithoutApiError", "panicked at",
 }
 
-// Verdict tells how the VMM ended, and the line that says so. Only lines near
-// the end count; a guest has no way to have a line of its own written.
+// causes are what it says before those: why a processor stopped.
+var causes = []string{"] Received KVM_EXIT_", "] Failure during vcpu run", "] Unexpected exit reason on vcpu run"}
+
+// Verdict tells how the VMM ended, and the line that says so; of a crash the one
+// that says why, where there is one. Only lines near the end count; a guest has no
+// way to have a line of its own written.
 func (l *Log) Verdict() (Verdict, string) {
 	lines := l.Lines(8)
 	for i := len(lines) - 1; i >= 0; i-- {
@@ -187,11 +192,16 @@ func (l *Log) Verdict() (Verdict, string) {
 		if strings.HasSuffix(line, leaving) {
 			return Left, line
 		}
-		for _, f := range failing {
-			if strings.Contains(line, f) {
-				return Crashed, line
+		if mentions(line, failing) {
+			if why := slices.IndexFunc(lines[:i], func(l string) bool { return mentions(l, causes) }); why >= 0 {
+				line = lines[why]
 			}
+			return Crashed, line
 		}
 	}
 	return Silent, ""
+}
+
+func mentions(line string, any []string) bool {
+	return slices.ContainsFunc(any, func(a string) bool { return strings.Contains(line, a) })
 }

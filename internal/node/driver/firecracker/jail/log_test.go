@@ -58,6 +58,21 @@ func TestVerdicts(t *testing.T) {
 	}
 }
 
+// TestACrashSaysWhy: what the log of a VMM says whose KVM can't go on, taken from
+// 1.12.1 on a host whose KVM boots no Linux.
+func TestACrashSaysWhy(t *testing.T) {
+	j := made(t)
+	l, err := j.Log()
+	if err != nil {
+		t.Fatal(err)
+	}
+	j.say(t, at+"Received KVM_EXIT_INTERNAL_ERROR signal\n"+at+"Vmm is stopping.\n"+at+"Vmm is stopping.\n"+at+"Firecracker exiting with error. exit_code=1\n")
+	l.Finish()
+	if got, line := l.Verdict(); got != Crashed || !strings.HasSuffix(line, "Received KVM_EXIT_INTERNAL_ERROR signal") {
+		t.Errorf("%v, %q", got, line)
+	}
+}
+
 // TestALogIsBounded writes more than anybody reads, with a reader and without.
 func TestALogIsBounded(t *testing.T) {
 	j := made(t)

@@ -59,7 +59,7 @@ func (j *Jail) Start(ctx context.Context, p Program, log *Log) (sys.Process, err
 	cmd := j.command(ctx, p, errs)
 	if j.group.Version() == 2 {
 		// The jailer would move itself there, for which the kernel makes it wait.
-		dir, err := j.group.Make(p.Limits.files(2))
+		dir, err := j.group.Make(p.Limits.files(j.group))
 		if err != nil {
 			return sys.Process{}, err
 		}
@@ -103,7 +103,7 @@ func (j *Jail) command(ctx context.Context, p Program, stderr *os.File) *exec.Cm
 	}
 	if j.group.Version() == 1 {
 		args = append(args, "--cgroup-version", "1", "--parent-cgroup", strings.TrimPrefix(filepath.Dir(j.group.Path()), "/"))
-		for _, l := range p.Limits.files(1) {
+		for _, l := range p.Limits.files(j.group) {
 			args = append(args, "--cgroup", l.Name+"="+l.Value)
 		}
 	}
@@ -123,19 +123,28 @@ func (j *Jail) command(ctx context.Context, p Program, stderr *os.File) *exec.Cm
 const cpuPeriod = 100_000
 
 // files are the limits as files of the control group, in the order in which they
-// are to be written.
-func (l Limits) files(version int) []cgroup.Value {
+// are to be written. Swap is no memory beside that of the limit, where the kernel
+// can tell.
+func (l Limits) files(g cgroup.Group) []cgroup.Value {
 	memory, tasks, quota := strconv.FormatInt(l.MemoryBytes, 10), strconv.Itoa(l.Tasks), strconv.Itoa(l.MilliCPU*cpuPeriod/1000)
 	period := strconv.Itoa(cpuPeriod)
-	if version == 2 {
-		return []cgroup.Value{{Name: "memory.max", Value: memory}, {Name: "pids.max", Value: tasks}, {Name: "cpu.max", Value: quota + " " + period}}
+	if g.Version() == 2 {
+		return []cgroup.Value{
+			{Name: "memory.max", Value: memory},
+			{Name: "memory.swap.max", Value: "0", Optional: true},
+			{Name: "pids.max", Value: tasks},
+			{Name: "cpu.max", Value: quota + " " + period},
+		}
 	}
-	return []cgroup.Value{
-		{Name: "memory.limit_in_bytes", Value: memory},
-		{Name: "pids.max", Value: tasks},
-		{Name: "cpu.cfs_period_us", Value: period},
-		{Name: "cpu.cfs_quota_us", Value: quota},
+	values := []cgroup.Value{{Name: "memory.limit_in_bytes", Value: memory}}
+	if g.CountsSwap() {
+		values = append(values, cgroup.Value{Name: "memory.memsw.limit_in_bytes", Value: memory})
 	}
+	return append(values,
+		cgroup.Value{Name: "pids.max", Value: tasks},
+		cgroup.Value{Name: "cpu.cfs_period_us", Value: period},
+		cgroup.Value{Name: "cpu.cfs_quota_us", Value: quota},
+	)
 }
 
 // runJailer runs the jailer to its end. The kernel tells a process of its

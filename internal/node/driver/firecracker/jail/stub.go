@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/binary"
+	"errors"
 	"os"
 	"path/filepath"
 	"runtime"
@@ -31,10 +32,16 @@ func (j *Jail) program(ctx context.Context, firecracker string) (string, error) 
 		return "", err
 	}
 	path := filepath.Join(j.dir, binaryName)
-	if err := os.WriteFile(path, stub("/"+vmmName), 0o555); err != nil {
+	if err := writeProgram(path, stub("/"+vmmName)); err != nil {
 		return "", diskError(err)
 	}
 	return path, nil
+}
+
+// writeProgram makes a file that anybody may execute, whatever our umask: the
+// jailer copies its mode too, and executes the copy as the jail's user.
+func writeProgram(path string, code []byte) error {
+	return errors.Join(os.WriteFile(path, code, 0o500), os.Chmod(path, 0o555))
 }
 
 // stub is an executable for x86-64 Linux that executes path in its own place.

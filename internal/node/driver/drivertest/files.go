@@ -9,6 +9,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"time"
 )
 
@@ -90,8 +91,10 @@ func run(name string, args ...string) error {
 	return nil
 }
 
-// plant fills the tree with what a filesystem might get wrong.
+// plant fills the tree with what a filesystem might get wrong, the same whatever
+// umask a driver is tested under.
 func (f *Files) plant() error {
+	defer syscall.Umask(syscall.Umask(0o022))
 	for dir, mode := range map[string]os.FileMode{
 		"bin": 0o755, "etc": 0o755, "home/user": 0o755, "tmp": 0o777 | os.ModeSticky, "data": 0o755, "data/closed": 0o700, "data/deep/er/still": 0o750,
 		"dev": 0o755, "proc": 0o755, "sys": 0o755, "run": 0o755,

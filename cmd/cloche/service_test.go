@@ -101,7 +101,7 @@ func TestUnitIsValid(t *testing.T) {
 // TestUnitKeepsMachines: what the unit must say, and that it says nothing that
 // is not known to leave the mounts alone.
 func TestUnitKeepsMachines(t *testing.T) {
-	known := strings.Fields(`Description After RequiresMountsFor StartLimitIntervalSec StartLimitBurst Type ExecStart ExecStop KillMode Delegate
+	known := strings.Fields(`Description Wants After RequiresMountsFor StartLimitIntervalSec StartLimitBurst Type ExecStart ExecStop KillMode Delegate
 		OOMPolicy TasksMax LimitNOFILE RuntimeDirectory RuntimeDirectoryMode RuntimeDirectoryPreserve UMask Restart RestartSec RestartPreventExitStatus
 		TimeoutStartSec TimeoutStopSec WantedBy`)
 	for name, flags := range units {

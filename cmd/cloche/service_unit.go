@@ -26,7 +26,9 @@ type unit struct {
 var unitText = template.Must(template.New("unit").Parse(`# Written by "cloche service install", which writes it anew: put changes into a drop-in (systemctl edit {{.Name}}).
 [Unit]
 Description=Cloche: isolated machines for untrusted code
-After=network.target
+# The egress gateway asks the host's name servers, which some hosts learn late.
+Wants=network-online.target
+After=network-online.target
 RequiresMountsFor={{.StateDir}}
 StartLimitIntervalSec=60
 StartLimitBurst=10

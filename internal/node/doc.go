@@ -15,8 +15,8 @@
 // machine is ended for another's sake only after all was verified that could be,
 // and that it was is on disk before it happens. A machine stands still only
 // while its user or the snapshot that it was held for wants it to, or, after a
-// restart, until its driver has let it go on; no other machine waits for that. No
-// machine is taken for ended because the node stopped before it had answered.
+// restart, until its driver has let it go on; no other machine waits long for that.
+// No machine is taken for ended because the node stopped before it had answered.
 // Where the node has an egress gateway, a machine's network is the gateway's from
 // before the machine is made until after it has ended.
 package node

@@ -24,6 +24,7 @@ type fakeHost struct {
 	ready    map[string]int
 	ended    map[string]sandbox.End
 	held     map[string]bool
+	over     map[string]bool // what was told last is the end
 	running  map[string][]sandbox.Session
 	epochs   map[string]int64 // of what was inherited
 	deleted  []string
@@ -91,6 +92,7 @@ func (h *fakeHost) MachineEnded(_ context.Context, id string, end sandbox.End) e
 	}
 	delete(h.running, id)
 	delete(h.held, id)
+	h.over[id] = true
 	return nil
 }
 
@@ -101,6 +103,13 @@ func (h *fakeHost) DeleteSandbox(_ context.Context, id string) error {
 	h.deleted = append(h.deleted, id)
 	delete(h.running, id)
 	return nil
+}
+
+// isOver tells whether what was told last of a machine is its end.
+func (h *fakeHost) isOver(id string) bool {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return h.over[id]
 }
 
 func (h *fakeHost) endOf(id string) sandbox.End {
@@ -123,7 +132,7 @@ type rig struct {
 func newRig(t *testing.T) *rig {
 	d := newFakeDriver(t)
 	r := &rig{t: t, state: t.TempDir(), d: d, h: &fakeHost{
-		d: d, at: &d.at, networks: map[string]bool{}, ready: map[string]int{}, ended: map[string]sandbox.End{}, held: map[string]bool{},
+		d: d, at: &d.at, networks: map[string]bool{}, ready: map[string]int{}, ended: map[string]sandbox.End{}, held: map[string]bool{}, over: map[string]bool{},
 		running: map[string][]sandbox.Session{}, epochs: map[string]int64{},
 	}}
 	r.start("boot-1")

@@ -330,6 +330,7 @@ func (h *fakeHost) MachineBack(id string) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	delete(h.held, id)
+	delete(h.over, id)
 }
 
 func (h *fakeHost) Barrier(ctx context.Context, id string) error {

@@ -79,12 +79,8 @@ func (n *Node) recoverOne(ctx context.Context, id string) {
 			log.Info("machine ended while nobody watched", "reason", end.Reason)
 		}
 	}
-	switch { // the release of a machine that is held says what becomes of its sessions
-	case held:
-	case j.End != nil:
+	if j.End != nil && !held { // the release of a machine that is held says what becomes of its sessions
 		n.tellEnd(ctx, id, *j.End)
-	default:
-		n.o.Recorder.MachineBack(id)
 	}
 	n.mu.Lock()
 	n.machines[id] = m
@@ -168,7 +164,8 @@ func (n *Node) askFor(ctx context.Context, d driver.Driver, id string) (driver.M
 }
 
 // takeUpWait is how long recovery waits for a machine that was adopted to be as it
-// is to be. All but a few are at once, and so not many are asked at a time.
+// is to be. All but a few are at once; that they are waited for bounds how many are
+// asked at a time.
 const takeUpWait = time.Second
 
 // takeUp follows an adopted machine and brings it to how it is to be. That may
@@ -177,6 +174,9 @@ const takeUpWait = time.Second
 // wait for or supersede, and nobody else.
 func (n *Node) takeUp(ctx context.Context, m *machine) {
 	n.reattach(ctx, m) // before it goes on
+	if !n.complete(m.wish.Held) {
+		n.o.Recorder.MachineBack(m.id) // before it can be ready, or end
+	}
 	n.mu.Lock()
 	n.watch(m)
 	m.adrift = true

@@ -3,6 +3,7 @@ package node
 import (
 	"context"
 	"errors"
+	"sync"
 	"testing"
 	"time"
 
@@ -26,8 +27,9 @@ func TestAStopDuringAdoptionEndsNoMachine(t *testing.T) {
 			r.write(id, "/a")
 			r.stop()
 			asked := make(chan struct{})
+			tell := sync.OnceFunc(func() { close(asked) })
 			r.d.adopts = func(ctx context.Context) error {
-				close(asked)
+				tell()
 				<-ctx.Done()
 				return says
 			}
@@ -118,6 +120,25 @@ func TestAMachineThatCanNotBeAskedHoldsUpNobody(t *testing.T) {
 	}
 }
 
+// TestAMachineThatEndsWhileItIsTakenUpStaysEnded: nobody is told after that that it
+// is back.
+func TestAMachineThatEndsWhileItIsTakenUpStaysEnded(t *testing.T) {
+	r, busy, _, answers := busyRig(t)
+	defer answers()
+	for end := time.Now().Add(30 * time.Second); !r.h.isOver(busy); time.Sleep(time.Millisecond) {
+		r.d.machine(busy).end(sandbox.EndCrashed)
+		if time.Now().After(end) {
+			t.Fatal("its end is not told")
+		}
+	}
+	if _, err := r.n.Observe(background, 0); err != nil { // when recovery is over
+		t.Fatal(err)
+	}
+	if end := r.h.endOf(busy); end.Reason != sandbox.EndCrashed || !r.h.isOver(busy) {
+		t.Errorf("its end is told as %+v, and then that it is back", end)
+	}
+}
+
 // TestCallsForAMachineThatCanNotBeAskedSupersede each other as ever: one of a new
 // generation does not wait for the machine to go on, and sees to it itself.
 func TestCallsForAMachineThatCanNotBeAskedSupersede(t *testing.T) {
@@ -127,10 +148,17 @@ func TestCallsForAMachineThatCanNotBeAskedSupersede(t *testing.T) {
 		_, err := r.n.SnapshotMachine(background, snap(busy, 2, sandbox.SnapshotMemory))
 		done <- err
 	}()
-	for r.n.known(busy) == nil { // it waits for the node, and then for the machine
-		time.Sleep(time.Millisecond)
+	admitted := func() bool {
+		r.n.mu.Lock()
+		defer r.n.mu.Unlock()
+		c := r.n.calls[busy]
+		return c != nil && c.generation == 2
 	}
-	time.Sleep(takeUpWait + 100*time.Millisecond)
+	for end := time.Now().Add(30 * time.Second); !admitted(); time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatal("a newer call waits for the machine to go on")
+		}
+	}
 	answers()
 	r.must(<-done)
 	r.write(busy, "/a")

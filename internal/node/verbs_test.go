@@ -38,7 +38,7 @@ func (r *rig) restart() {
 // write changes a sandbox's disk, as the data plane does.
 func (r *rig) write(id, what string) {
 	r.t.Helper()
-	ctx, cancel := context.WithTimeout(background, 5*time.Second)
+	ctx, cancel := context.WithTimeout(background, 30*time.Second)
 	defer cancel()
 	c, err := r.n.Client(ctx, id)
 	r.must(err)

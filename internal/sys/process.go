@@ -53,7 +53,8 @@ func (p Process) open() (*os.File, error) {
 		return nil, os.ErrNotExist
 	}
 	fd, err := unix.PidfdOpen(p.PID, unix.PIDFD_NONBLOCK)
-	if errors.Is(err, unix.ESRCH) {
+	// EINVAL is how kernels before 6.15 say that the number is a thread's by now.
+	if errors.Is(err, unix.ESRCH) || errors.Is(err, unix.EINVAL) {
 		err = os.ErrNotExist
 	}
 	if err != nil {

@@ -168,7 +168,7 @@ func restored(t *testing.T, former, key []byte, welcomed bool, change func(*Conf
 }
 
 func (f *fixture) ready() error {
-	ctx, cancel := context.WithTimeout(f.t.Context(), 5*time.Second)
+	ctx, cancel := context.WithTimeout(f.t.Context(), 30*time.Second)
 	defer cancel()
 	return f.link.Ready(ctx)
 }

@@ -213,7 +213,7 @@ func (a *ticketAgent) OpenExtra(ctx context.Context, r *connect.Request[guestv1.
 
 func eventually(t *testing.T, what string, is func() bool) {
 	t.Helper()
-	for end := time.Now().Add(5 * time.Second); !is(); time.Sleep(5 * time.Millisecond) {
+	for end := time.Now().Add(30 * time.Second); !is(); time.Sleep(5 * time.Millisecond) {
 		if time.Now().After(end) {
 			t.Fatal("not so: " + what)
 		}

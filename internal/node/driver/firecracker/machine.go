@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"errors"
+	"fmt"
 	"io/fs"
 	"net"
 	"os"
@@ -131,18 +132,25 @@ func (m *machine) meet(ctx context.Context, patience time.Duration) error {
 	if ctx.Err() != nil {
 		return ctx.Err() // it was not waited for
 	}
-	if err != nil || info.ID != jail.NameOf(m.id) || info.Version != m.record().Version {
-		return sandbox.Errorf(sandbox.NotFound, "machine_silent", "the machine %s does not answer as it should: %+v, %w", m.id, info, err)
+	if err == nil && (info.ID != jail.NameOf(m.id) || info.Version != m.record().Version) {
+		err = fmt.Errorf("it says that it is %+v", info)
+	}
+	if err != nil {
+		return sandbox.Errorf(sandbox.NotFound, "machine_silent", "the machine %s does not answer as it should: %w", m.id, err)
 	}
 	return m.jail.DropRoom(roomName)
 }
 
 // catchUp does what is left to do for a machine that was found while its VMM may
-// have been writing an image: minutes later, perhaps. That it lives its process
-// tells until then; one that never answers is left to whoever needs it.
+// have been writing an image, however long that takes. That it lives its process
+// tells until then.
 func (m *machine) catchUp() {
 	defer close(m.met)
 	err := m.meet(m.d.ctx, saveTimeout)
+	for errors.Is(err, context.DeadlineExceeded) && m.End().Reason == "" {
+		m.d.o.Log.Warn("a machine still does not answer that an image was being written of", "machine", m.id)
+		err = m.meet(m.d.ctx, saveTimeout)
+	}
 	switch {
 	case err == nil && m.record().Held:
 		err = m.goOn(m.d.ctx)

@@ -196,11 +196,11 @@ func (m *machine) Snapshot(ctx context.Context, dir string, kind sandbox.Snapsho
 	}
 	err = m.take(ctx, dir, room)
 	// Whether or not there is an image, and whoever still waits for it.
-	after := m.goOn
 	if paused {
-		after = m.stay
+		err = errors.Join(err, m.stay(ctx))
+	} else {
+		err = errors.Join(err, m.goOn(context.WithoutCancel(ctx)))
 	}
-	err = errors.Join(err, after(context.WithoutCancel(ctx)))
 	image.Stood = time.Since(begun)
 	if err == nil && room != nil {
 		err = m.move(ctx, dir, room)
@@ -244,12 +244,17 @@ func (m *machine) goOn(ctx context.Context) error {
 }
 
 // stay is goOn for a machine that stood still before: only that it is being
-// written is over.
+// written is over. When ctx has ended it is not waited for that long, since what
+// comes next may be the machine's end; whoever finds it later sees that it was.
 func (m *machine) stay(ctx context.Context) error {
 	if !m.record().Saving {
 		return nil
 	}
-	bounded, cancel := context.WithTimeout(ctx, saveTimeout)
+	patience := saveTimeout
+	if ctx.Err() != nil {
+		patience = askTimeout
+	}
+	bounded, cancel := context.WithTimeout(context.WithoutCancel(ctx), patience)
 	defer cancel()
 	if _, err := m.client.Info(bounded); err != nil {
 		return m.unlessOver(err)

@@ -132,9 +132,15 @@ func TestSealRemovesAllElse(t *testing.T) {
 		os.MkdirAll(filepath.Join(j.root(), "dev/net/deep"), 0o700), os.Symlink(outside, filepath.Join(j.root(), "dev/link")),
 		os.Symlink(outside, filepath.Join(j.root(), "run")), os.Link(kept, filepath.Join(j.root(), "same")),
 		os.MkdirAll(filepath.Join(j.root(), "template"), 0o700), os.Chown(j.root(), user, user), // as the jailer leaves it
+		os.Chown(filepath.Join(j.root(), "dev/net/deep"), user, user),
 	); err != nil {
 		t.Fatal(err)
 	}
+	open, err := os.Open(filepath.Join(j.root(), "dev/net/deep"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer open.Close()
 	for range 2 {
 		if err := j.Seal("disk", "template"); err != nil {
 			t.Fatal(err)
@@ -150,6 +156,9 @@ func TestSealRemovesAllElse(t *testing.T) {
 	if st, raw := look(t, j.root()); st.Mode() != os.ModeDir|0o755 || raw.Uid != 0 || raw.Gid != 0 {
 		t.Errorf("its root is %v of %d:%d", st.Mode(), raw.Uid, raw.Gid)
 	}
+	if st, err := open.Stat(); err != nil || st.Sys().(*syscall.Stat_t).Uid != 0 {
+		t.Errorf("a directory that it has kept open is still its own: %v", err)
+	}
 	// The host goes on to make names in it.
 	l, err := j.Listen("v.sock_1024", user)
 	if err != nil {
@@ -158,6 +167,18 @@ func TestSealRemovesAllElse(t *testing.T) {
 	_ = l.Close()
 	if room, err := j.MakeRoom("snap", user); err != nil || room.Close() != nil {
 		t.Errorf("a room: %v", err)
+	}
+}
+
+// TestSealIsBounded gives up on a jail whose VMM has made directories in each other
+// without end.
+func TestSealIsBounded(t *testing.T) {
+	j := made(t)
+	if err := os.MkdirAll(filepath.Join(j.root(), strings.Repeat("d/", maxDepth)), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := j.Seal(); err == nil {
+		t.Error("it is sealed")
 	}
 }
 

@@ -54,9 +54,9 @@ func remove(name string) error {
 	return netlink.LinkDel(l)
 }
 
-// MoveTap takes a tap, once a VMM has attached to it and before its machine
-// runs, to the gateway's namespace, where it is what the gateway's end of a veth
-// is elsewhere. A VMM can't attach to one that is there already.
+// MoveTap takes a tap, once a VMM has attached to it, to the gateway's namespace,
+// where it is what the gateway's end of a veth is elsewhere. A VMM can't attach to
+// one that is there already; a machine that runs before it is there reaches nobody.
 func (m *Manager) MoveTap(_ context.Context, id string) error {
 	err := m.inPair(id, func(p *pair) error {
 		if err := vishnetns.Set(p.machine); err != nil {

@@ -204,15 +204,18 @@ func (m *machine) start(ctx context.Context, p plan) error {
 		MemoryBytes: memory + overhead(memory), Tasks: p.vcpus() + spareTasks, FileBytes: max(memory, int64(r.DiskMiB)*mib) + mib,
 		MilliCPU: 1000 * (p.vcpus() + 1), // and one for the VMM's own threads; its share holds when it is up
 	}
-	var err error
-	if m.tap, m.mac, err = m.d.o.Networks.Tap(ctx, m.id, m.record().UID); err != nil {
-		return err
-	}
-	m.d.at("make.tap")
+	// Both wait for the kernel, and the VMM is told of its tap only later.
+	uid, made := m.record().UID, make(chan error, 1)
+	go func() {
+		var err error
+		m.tap, m.mac, err = m.d.o.Networks.Tap(ctx, m.id, uid)
+		m.d.at("make.tap")
+		made <- err
+	}()
 	process, err := m.jail.Start(ctx, jail.Program{
-		Firecracker: p.pair.Firecracker, Jailer: p.pair.Jailer, UID: m.record().UID, NetNS: p.spec.NetNS, Limits: limits, Console: m.d.o.Console,
+		Firecracker: p.pair.Firecracker, Jailer: p.pair.Jailer, UID: uid, NetNS: p.spec.NetNS, Limits: limits, Console: m.d.o.Console,
 	}, m.log)
-	if err != nil {
+	if err := errors.Join(err, <-made); err != nil {
 		return err
 	}
 	m.d.at("make.process")

@@ -255,7 +255,7 @@ func (v *bareVMM) boot(s driver.Spec) {
 	v.copyDisk(empty)
 	err := v.client.Configure(v.r.ctx(), vmm.Config{
 		VCPUs: p.vcpus(), MemoryMiB: p.spec.Resources.MemoryMiB, Kernel: p.kernel.Image, Initrd: initrd, Args: args,
-		VsockCID: guestCID, VsockPath: vsockName, Entropy: true,
+		VsockCID: guestCID, VsockPath: vsockName, Entropy: true, Tap: "bare0", MAC: "06:00:00:00:00:02", // root's VMM makes what is missing
 		Drives: []vmm.Drive{{ID: "template", Path: p.spec.Image, ReadOnly: true}, {ID: "disk", Path: diskName, Writeback: true}},
 	})
 	if err == nil {

@@ -108,20 +108,20 @@ func (m *machine) load(ctx context.Context) error {
 		}
 		return err
 	}
-	// Images of machines that had no network leave it without a VMM at it.
-	if err := m.d.o.Networks.MoveTap(ctx, m.id); err != nil {
-		return err
-	}
 	m.d.at("make.loaded")
 	// Before the guest goes on: who is in there may be hostile already.
 	if err := m.seal(); err != nil {
 		return err
 	}
-	if err := m.client.Resume(asked); err != nil {
-		return err
+	// Images of machines that had no network leave the tap without a VMM at it. The
+	// kernel takes its time to move it; until it has, the guest reaches nobody.
+	moved := make(chan error, 1)
+	go func() { moved <- m.d.o.Networks.MoveTap(ctx, m.id) }()
+	err = m.client.Resume(asked)
+	if err == nil {
+		m.shareWhenDialled()
 	}
-	m.shareWhenDialled()
-	return nil
+	return errors.Join(err, <-moved)
 }
 
 // Pause implements driver.Pauser.

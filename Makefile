@@ -19,6 +19,8 @@ EMBEDDED := internal/node/artifact/embedded
 # Cloche's own revision: no paths, no VCS stamp, no version.
 REPRODUCIBLE := -trimpath -buildvcs=false
 GOTEST   := go test -json
+# The environment of tests that use the real Firecracker on this host.
+PROGRAMS := programs=$$(go run ./test/nested/run -programs); env $$programs
 REPORT   := dist/testreport $(if $(V),-v)
 RUNFLAG  := $(if $(RUN),-run '$(RUN)')
 SUITES   := check unit linear drivertest e2e e2e-firecracker redteam chaos
@@ -70,13 +72,11 @@ unit: build dist/testreport ## unit tests, with the race detector
 
 .PHONY: drivertest
 drivertest: build dist/testreport ## hold the gVisor driver to the named contract, and broken drivers to failing it; Firecracker as far as its API goes
-	@programs=$$(go run ./test/nested/run -programs)
-	env $$programs $(REPORT) -v -suite drivertest -out dist/test/drivertest.json -- $(GOTEST) -count=1 -timeout 20m $(RUNFLAG) ./internal/node/driver/... ./internal/engine/...
+	@$(PROGRAMS) $(REPORT) -v -suite drivertest -out dist/test/drivertest.json -- $(GOTEST) -count=1 -timeout 20m $(RUNFLAG) ./internal/node/driver/... ./internal/engine/...
 
 .PHONY: e2e
 e2e: build dist/testreport ## drive the built binary as a user would, over HTTP and by CLI
-	@programs=$$(go run ./test/nested/run -programs)
-	env $$programs $(REPORT) -v -suite e2e -out dist/test/e2e.json -- $(GOTEST) -count=1 -timeout 30m $(RUNFLAG) ./test/e2e/...
+	@$(PROGRAMS) $(REPORT) -v -suite e2e -out dist/test/e2e.json -- $(GOTEST) -count=1 -timeout 30m $(RUNFLAG) ./test/e2e/...
 
 .PHONY: e2e-firecracker
 e2e-firecracker: build dist/testreport ## run the drivers on a real Firecracker and on cgroup v2, in a machine under QEMU (PART=ci, RUN, GVISOR=0)

@@ -144,7 +144,10 @@ func (r *runner) choose() []nested.Suite {
 			if seen[tests{s.Package, s.Faults}] {
 				continue // it is one suite: the parts differ in what they run
 			}
-			s.Part, s.Run, s.Skip = "", r.o.run, ""
+			s.Run, s.Skip = r.o.run, ""
+			if !s.Faults { // else it has another title than the suite without them
+				s.Part = ""
+			}
 		}
 		seen[tests{s.Package, s.Faults}] = true
 		chosen = append(chosen, s)
